@@ -1,0 +1,1 @@
+"""Block devices: the contract, memory, file, RAID0 stripe."""

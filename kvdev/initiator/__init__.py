@@ -1,0 +1,1 @@
+"""The userspace NVMe/TCP host."""

@@ -1,0 +1,88 @@
+"""NumPy layouts of the arrays the C core reads and writes in place (csrc/io.h).
+
+Not here: who fills them (``kvdev.block``, ``kvdev.store``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IO_DTYPE = np.dtype(
+    {
+        "names": [
+            "tag",
+            "buf_addr",
+            "slba",
+            "group_addr",
+            "lba_count",
+            "byte_count",
+            "device_index",
+            "opcode",
+            "flags",
+            "priority",
+        ],
+        "formats": ["<u8", "<u8", "<u8", "<u8", "<u4", "<u4", "<u4", "u1", "u1", "u1"],
+        "offsets": [0, 8, 16, 24, 32, 36, 40, 44, 45, 46],
+        "itemsize": 64,
+    }
+)
+"""``struct kvdev_io``: one command on one device."""
+
+IO_DONE_DTYPE = np.dtype(
+    [
+        ("tag", "<u8"),
+        ("submit_ns", "<u8"),
+        ("send_ns", "<u8"),
+        ("complete_ns", "<u8"),
+        ("error", "<i4"),
+        ("status", "<u2"),
+        ("qpair_index", "<u2"),
+        ("device_index", "<u4"),
+        ("result", "<u4"),
+        ("reserved", "<u8"),
+    ]
+)
+"""``struct kvdev_io_done``: one completion."""
+
+IO_GROUP_DTYPE = np.dtype(
+    {
+        "names": [
+            "buf_addr",
+            "byte_count",
+            "submit_ns",
+            "complete_ns",
+            "remaining",
+            "flags",
+            "crc32c",
+            "error",
+            "status",
+        ],
+        "formats": ["<u8", "<u8", "<u8", "<u8", "<u4", "<u4", "<u4", "<i4", "<u2"],
+        "offsets": [0, 8, 16, 24, 32, 36, 40, 44, 48],
+        "itemsize": 64,
+    }
+)
+"""``struct kvdev_io_group``: commands that complete together, the pieces of one page."""
+
+IoArray = npt.NDArray[Any]
+IoDoneArray = npt.NDArray[Any]
+IoGroupArray = npt.NDArray[Any]
+
+OPCODE_FLUSH = 0x00
+OPCODE_WRITE = 0x01
+OPCODE_READ = 0x02
+OPCODE_COMPARE = 0x05
+OPCODE_WRITE_ZEROES = 0x08
+OPCODE_DSM = 0x09
+
+IO_FUA = 0x01
+IO_DEALLOCATE = 0x02
+GROUP_CRC32C = 0x01
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Virtual address of an array's first byte; the caller keeps the array alive while it is used."""
+    return int(array.ctypes.data)

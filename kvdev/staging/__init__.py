@@ -1,0 +1,1 @@
+"""Staging memory: arenas and leases."""

@@ -1,0 +1,1 @@
+"""Volumes, KV namespaces and the page store."""

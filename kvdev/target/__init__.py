@@ -1,0 +1,1 @@
+"""The embedded NVMe/TCP target and the SPDK-compatible RPC server that configures it."""

@@ -1,0 +1,1 @@
+"""Shipped fakes: scripted peer, crash device, simulated clock."""

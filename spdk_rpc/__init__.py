@@ -1,0 +1,1 @@
+"""SPDK control plane: JSON-RPC framing, client, typed methods. Standard library only."""

@@ -1,0 +1,1 @@
+"""The kvdev command line."""
