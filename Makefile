@@ -1,0 +1,113 @@
+# kvdev: `make run` does the main job on the embedded target, `make test` runs the tests.
+# Everything happens in $(VENV); PYTHON picks the interpreter: make test PYTHON=python3.13 VENV=.venv-3.13
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+KVDEV := $(VENV)/bin/kvdev
+PYTEST := $(PY) -m pytest
+PYTEST_ARGS ?=
+RUN_ARGS ?=
+CSRC := kvdev/csrc
+STRICT := -std=c11 -D_GNU_SOURCE -O2 -Wall -Wextra -Wconversion -Wshadow -Wvla -Wundef -Werror -fsyntax-only
+SOURCES := pyproject.toml setup.py $(wildcard $(CSRC)/*.c $(CSRC)/*.h $(CSRC)/*.py)
+
+# kernels/ and tools/ are source roots: without this, running from the checkout would make them importable.
+export PYTHONSAFEPATH := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help need setup dev run build lint format typecheck test unit golden tidy property fuzz fault crash \
+        interop long bench-smoke bench asan wheel clean ci
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+need:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is missing: apt-get install python3" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	    { echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1): kvdev needs 3.10 to 3.13; name one with PYTHON=" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	    { echo "make: $(PYTHON) has no venv module: apt-get install python3-venv" >&2; exit 2; }
+	@command -v gcc >/dev/null || { echo "make: gcc is missing: apt-get install gcc" >&2; exit 2; }
+	@echo 'int main(void) { return 0; }' | gcc -x c - -o /dev/null 2>/dev/null || \
+	    { echo "make: gcc cannot link a program: apt-get install gcc libc6-dev" >&2; exit 2; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || \
+	    { echo "make: Python.h is missing: apt-get install python3-dev" >&2; exit 2; }
+
+$(VENV)/.ready: $(SOURCES) | need
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.ready
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
+	@touch $@
+
+setup: $(VENV)/.ready ## make the virtual environment and build the C core
+
+dev: $(VENV)/.dev ## the same, with the linters
+
+build: setup ## the same as setup
+
+run: setup ## the main job: offload and restore a request trace on the embedded target
+	$(KVDEV) replay --embedded --kill-halfway $(RUN_ARGS)
+
+test: setup ## every test this machine can run; skips say why
+	$(PYTEST) $(PYTEST_ARGS)
+
+unit golden tidy property fault crash: setup ## one folder of the tests
+	$(PYTEST) tests/$@ $(PYTEST_ARGS)
+
+fuzz: setup ## the property tests with fresh seeds and many more examples
+	KVDEV_HYPOTHESIS_PROFILE=fuzz $(PYTEST) tests/property $(PYTEST_ARGS)
+
+interop: setup ## real peers in QEMU; what is missing is a failure
+	KVDEV_INTEROP=require $(PYTEST) tests/interop $(PYTEST_ARGS)
+
+long: setup ## the full counts
+	KVDEV_LONG=1 $(PYTEST) $(PYTEST_ARGS)
+
+bench-smoke: setup ## every benchmark at toy size
+	$(PYTEST) tests/bench $(PYTEST_ARGS)
+
+bench: setup ## the benchmarks; leave the machine alone meanwhile
+	$(PY) bench/datapath.py
+
+lint: dev ## ruff, formatting, and the C core under strict warnings
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	for c in $(CSRC)/*.c; do gcc $(STRICT) $$c || exit 1; done
+
+format: dev ## rewrite the Python sources in our format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+typecheck: dev ## mypy --strict
+	$(VENV)/bin/mypy kvdev spdk_rpc kernels/kvdev_kernels tools/kvdev_tools tests bench
+
+# The sanitized core lives in a copy of the tree, so that the ordinary one stays usable.
+ASAN := build/asan
+ASAN_TESTS ?= tests/unit/native tests/unit/target tests/unit/store tests/golden tests/property tests/fault
+asan: setup ## the tests that reach the C core, under AddressSanitizer and UBSan
+	rm -rf $(ASAN) && mkdir -p $(ASAN)
+	cp -r kvdev spdk_rpc tests setup.py pyproject.toml README.md kernels tools $(ASAN)/
+	rm -f $(ASAN)/kvdev/_core*.so
+	cd $(ASAN) && KVDEV_SANITIZE=1 $(abspath $(PY)) setup.py --quiet build_ext --inplace
+	cd $(ASAN) && PYTHONPATH=$(abspath $(ASAN)):$(abspath $(ASAN))/kernels:$(abspath $(ASAN))/tools \
+	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 KVDEV_EXPECT_SANITIZED=1 \
+	    $(abspath $(PY)) -m pytest --capture=sys -p no:cacheprovider $(ASAN_TESTS) $(PYTEST_ARGS)
+
+wheel: setup ## build the wheel, install it in an empty environment, import it
+	rm -rf build/wheel build/wheel-venv
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/python -m pip install --quiet --disable-pip-version-check build/wheel/kvdev-*-abi3-*.whl
+	cd build && wheel-venv/bin/python -c 'import kvdev._core, spdk_rpc, kvdev_kernels, kvdev_tools; print(kvdev.__file__)'
+	build/wheel-venv/bin/kvdev --version
+
+clean: ## remove everything that was built
+	rm -rf build *.egg-info $(VENV) kvdev/_core*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ci: lint typecheck test asan wheel ## what every commit must pass
