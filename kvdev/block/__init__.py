@@ -1,1 +1,4 @@
-"""Block devices: the contract, memory, file, RAID0 stripe."""
+"""Block devices: the contract, and the devices that need no fabric (memory, file, RAID0 stripe).
+
+Not here: NVMe/TCP namespaces (``kvdev.initiator``); what is stored on a device (``kvdev.store``).
+"""

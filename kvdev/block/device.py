@@ -1,0 +1,298 @@
+"""The block device contract: batches of commands go into a queue, completions come out.
+
+Not here: any device (``memory``, ``file``, ``stripe``, ``kvdev.initiator``).
+Threads: a queue is driven by one thread at a time, the one that holds ``IoQueue.lock``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdev.clock import Deadline
+from kvdev.errors import (
+    CommandError,
+    ConnectionLostError,
+    DeadlineError,
+    KvdevError,
+    QueueFullError,
+    TransportError,
+    UsageError,
+)
+from kvdev.native.io import (
+    IO_DONE_DTYPE,
+    IO_DTYPE,
+    OPCODE_FLUSH,
+    OPCODE_READ,
+    OPCODE_WRITE,
+    IoArray,
+    IoDoneArray,
+    address_of,
+)
+
+POLL_COUNT_MAX = 4096
+"""Completions taken by one poll unless the caller says otherwise: bounds the array a poll allocates."""
+
+_ABANDON_WAIT_S = 5.0
+"""An abandoned command completes without waiting for its peer; this only bounds a broken queue."""
+
+BUFFER_ALIGNMENT_BYTES = 4096
+"""What O_DIRECT and registered memory accept everywhere; our own buffers start at such addresses."""
+
+
+class IoQueue(Protocol):
+    """Where commands for one or more devices are submitted and their completions are taken.
+
+    Every command yields exactly one completion carrying its tag, whether it has a group or not. The
+    payload belongs to the queue from ``submit`` until that completion has been polled.
+    """
+
+    lock: threading.RLock
+    """Held by whoever submits and polls, from the first submit to the last completion."""
+
+    @property
+    def capacity_count(self) -> int:
+        """Commands that may be outstanding at once."""
+
+    @property
+    def outstanding_count(self) -> int:
+        """Commands submitted whose completion has not been polled."""
+
+    def submit(self, ios: IoArray) -> None:
+        """Take all commands of an ``IO_DTYPE`` array (copied), or none.
+
+        Raises QueueFullError when they do not fit beside the outstanding ones, UsageError when one of
+        them is malformed: unknown device, range outside it, larger than its ``max_transfer_bytes``.
+        """
+
+    def poll(self, *, min_count: int, deadline: Deadline, max_count: int = POLL_COUNT_MAX) -> IoDoneArray:
+        """Completions as an ``IO_DONE_DTYPE`` array that the caller owns.
+
+        Returns as soon as ``min_count`` are there (0: does not wait), and whatever there is when the
+        deadline ends first, when nothing is outstanding any more, or at ``max_count``.
+        """
+
+    def abandon(self) -> None:
+        """Give up on everything outstanding: each completes with an error at the next poll.
+
+        No payload is touched after this returns. Connections that carried commands are closed; writes
+        among them have an unknown fate.
+        """
+
+
+@dataclass(frozen=True)
+class DeviceIdentity:
+    """What names a device whatever its address: None where the device has no such name.
+
+    All-zero identifiers mean "none" on the wire; whoever fills this in passes None for them.
+    """
+
+    nguid: bytes | None = None
+    eui64: bytes | None = None
+    uuid: bytes | None = None
+    serial: str | None = None
+
+    def best(self) -> bytes:
+        """16 bytes for a label: NGUID, else UUID, else EUI-64 padded with zeroes, else all zero."""
+        if self.nguid is not None:
+            return self.nguid
+        if self.uuid is not None:
+            return self.uuid
+        if self.eui64 is not None:
+            return self.eui64.ljust(16, b"\0")
+        return bytes(16)
+
+
+class BlockDevice(ABC):
+    """A range of logical blocks behind a queue; ``device_index`` is its handle in that queue."""
+
+    uri: str
+    identity: DeviceIdentity
+    block_size_bytes: int
+    block_count: int
+    max_transfer_bytes: int
+    """Largest payload of one command, a multiple of the block size."""
+    atomic_write_blocks: int = 1
+    """Blocks, naturally aligned, that a crash leaves all old or all new; 1 when nothing more is known."""
+    has_volatile_cache: bool = True
+    """Whether a completed write may be lost until a flush; False makes ``flush`` a no-op."""
+    metadata_size_bytes: int = 0
+    """Metadata bytes per block; the store refuses a device that has any."""
+    is_read_only: bool = False
+    queue: IoQueue
+    device_index: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.block_size_bytes * self.block_count
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the device; nothing may be outstanding on it. Closing twice does nothing."""
+
+
+def aligned_buffer(size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed bytes at an address that any device takes without a bounce buffer."""
+    raw = np.zeros(size_bytes + BUFFER_ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -address_of(raw) % BUFFER_ALIGNMENT_BYTES
+    return raw[start : start + size_bytes]
+
+
+def status_fields(status: int) -> tuple[int, int, bool]:
+    """Status code type, status code and Do Not Retry of a completion's status (Base 4.2.3)."""
+    return (status >> 8) & 0x7, status & 0xFF, bool(status & 0x4000)
+
+
+def error_of(*, error: int, status: int, opcode: int, slba: int, uri: str) -> KvdevError:
+    """The exception that one failed command means; ``error`` is the completion's −errno."""
+    if status:
+        sct, sc, dnr = status_fields(status)
+        return CommandError(
+            f"{uri}: opcode 0x{opcode:02x} at LBA {slba}: expected status 0x0/0x00, got 0x{sct:x}/0x{sc:02x}",
+            opcode=opcode,
+            sct=sct,
+            sc=sc,
+            dnr=dnr,
+            slba=slba,
+        )
+    number = -error
+    what = f"{uri}: opcode 0x{opcode:02x} at LBA {slba}: {os.strerror(number)}"
+    if number in (errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE):
+        return ConnectionLostError(what, errno=number, trid=uri)
+    if number in (errno.ETIMEDOUT, errno.ECANCELED):
+        return DeadlineError(what, operation=f"opcode 0x{opcode:02x}", trid=uri)
+    return TransportError(what, errno=number, trid=uri)
+
+
+def run_batch(queue: IoQueue, ios: IoArray, deadline: Deadline) -> IoDoneArray:
+    """Submit commands, in pieces when the queue is smaller, and return their completions in order.
+
+    Blocks until every one has completed. When the deadline ends first, what is outstanding is
+    abandoned and completes with an error, so the payload is the caller's again on return whatever
+    happened. The tags of ``ios`` are overwritten. Failed commands do not raise.
+    """
+    done_all = np.zeros(len(ios), dtype=IO_DONE_DTYPE)
+    ios["tag"] = np.arange(len(ios), dtype=np.uint64)
+    with queue.lock:
+        if queue.outstanding_count:
+            raise UsageError(f"queue: expected nothing outstanding, got {queue.outstanding_count} commands")
+        submitted = completed = 0
+        piece_limit = len(ios)
+        while completed < len(ios) and not (deadline.is_expired and completed < submitted):
+            room = min(len(ios) - submitted, queue.capacity_count - queue.outstanding_count, piece_limit)
+            if room > 0 and not deadline.is_expired:
+                try:
+                    queue.submit(ios[submitted : submitted + room])
+                    submitted += room
+                    continue
+                except QueueFullError:
+                    # The queue has a limit besides its count: go on with fewer at once.
+                    if room == 1 and queue.outstanding_count == 0:
+                        raise
+                    piece_limit = max(1, room // 2)
+            elif completed == submitted:
+                break
+            done = queue.poll(
+                min_count=_wait_count(submitted - completed, len(ios) - submitted), deadline=deadline
+            )
+            done_all[done["tag"].astype(np.int64)] = done
+            completed += len(done)
+        if completed < len(ios):
+            _abandon_rest(queue, ios, done_all, submitted, completed, deadline)
+    return done_all
+
+
+def _wait_count(outstanding_count: int, unsubmitted_count: int) -> int:
+    """How many completions to wait for: all at the end, half before, so that the device never runs dry."""
+    wanted = outstanding_count if unsubmitted_count == 0 else outstanding_count // 2
+    return min(max(wanted, 1), POLL_COUNT_MAX)
+
+
+def _abandon_rest(
+    queue: IoQueue, ios: IoArray, done_all: IoDoneArray, submitted: int, completed: int, deadline: Deadline
+) -> None:
+    """Take the payload of an expired batch back from the queue; mark what never completed as cancelled."""
+    if completed < submitted:
+        queue.abandon()
+    limit = Deadline.after(_ABANDON_WAIT_S, clock=deadline.clock)
+    while completed < submitted:
+        done = queue.poll(min_count=min(submitted - completed, POLL_COUNT_MAX), deadline=limit)
+        done_all[done["tag"].astype(np.int64)] = done
+        completed += len(done)
+        assert len(done) or not limit.is_expired, "a queue completes what it abandoned"
+    done_all["tag"][submitted:] = ios["tag"][submitted:]
+    done_all["error"][submitted:] = -errno.ECANCELED
+
+
+def execute(device: BlockDevice, ios: IoArray, deadline: Deadline) -> IoDoneArray:
+    """Run commands of one device to completion and raise the first error among them.
+
+    Fills in ``device_index`` and the tags. See ``run_batch`` for blocking and ownership.
+    """
+    ios["device_index"] = device.device_index
+    done = run_batch(device.queue, ios, deadline)
+    failed = np.flatnonzero(done["error"])
+    if len(failed):
+        first = int(failed[0])
+        raise error_of(
+            error=int(done["error"][first]),
+            status=int(done["status"][first]),
+            opcode=int(ios["opcode"][first]),
+            slba=int(ios["slba"][first]),
+            uri=device.uri,
+        )
+    return done
+
+
+def transfer_ios(device: BlockDevice, opcode: int, slba: int, address: int, size_bytes: int) -> IoArray:
+    """Commands that move memory to or from consecutive blocks, split at the device's largest transfer."""
+    piece = device.max_transfer_bytes
+    count = -(-size_bytes // piece)
+    ios = np.zeros(count, dtype=IO_DTYPE)
+    offsets = np.arange(count, dtype=np.uint64) * np.uint64(piece)
+    sizes = np.minimum(np.uint64(size_bytes) - offsets, np.uint64(piece))
+    ios["opcode"] = opcode
+    ios["buf_addr"] = np.uint64(address) + offsets
+    ios["slba"] = np.uint64(slba) + offsets // np.uint64(device.block_size_bytes)
+    ios["byte_count"] = sizes
+    ios["lba_count"] = sizes // np.uint64(device.block_size_bytes)
+    ios["device_index"] = device.device_index
+    return ios
+
+
+def read_blocks(
+    device: BlockDevice, slba: int, block_count: int, deadline: Deadline
+) -> npt.NDArray[np.uint8]:
+    """Bytes of ``block_count`` blocks from ``slba``, in a new aligned buffer."""
+    buffer = aligned_buffer(block_count * device.block_size_bytes)
+    execute(device, transfer_ios(device, OPCODE_READ, slba, address_of(buffer), buffer.nbytes), deadline)
+    return buffer
+
+
+def write_blocks(
+    device: BlockDevice, slba: int, data: bytes | npt.NDArray[np.uint8], deadline: Deadline
+) -> None:
+    """Write whole blocks from ``slba``; returns when the device has taken them (see ``flush``)."""
+    buffer = np.frombuffer(data, dtype=np.uint8) if isinstance(data, bytes) else data
+    if buffer.nbytes % device.block_size_bytes or not buffer.flags.c_contiguous:
+        raise UsageError(
+            f"{device.uri}: write: expected contiguous whole blocks of {device.block_size_bytes} bytes, "
+            f"got {buffer.nbytes}"
+        )
+    execute(device, transfer_ios(device, OPCODE_WRITE, slba, address_of(buffer), buffer.nbytes), deadline)
+
+
+def flush(device: BlockDevice, deadline: Deadline) -> None:
+    """Make every completed write of the device durable; nothing to do without a volatile cache."""
+    if not device.has_volatile_cache:
+        return
+    ios = np.zeros(1, dtype=IO_DTYPE)
+    ios["opcode"] = OPCODE_FLUSH
+    execute(device, ios, deadline)
