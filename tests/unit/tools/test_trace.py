@@ -112,9 +112,7 @@ def test_summarise_counts_only_unbroken_prefixes() -> None:
     assert summarise([]).hit_rate == 0.0
 
 
-@pytest.mark.skipif(
-    not SHARED_TRACE.exists(), reason="../shared/traces/conversation_trace.jsonl is not there"
-)
+@pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the published trace is not in ../shared")
 def test_published_trace_reads_whole_and_reuses_as_published() -> None:
     summary = summarise(read_trace(SHARED_TRACE))
     assert summary.requests == 12031
