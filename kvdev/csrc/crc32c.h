@@ -9,13 +9,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* cdef follows */
+/* cdef begin */
 enum kvdev_crc32c_id {
     KVDEV_CRC32C_TABLE = 0,     /* portable: eight bytes a step from constant tables */
     KVDEV_CRC32C_SSE42 = 1,     /* x86 crc32 instruction, three streams */
     KVDEV_CRC32C_PCLMUL = 2,    /* x86 carry-less multiply, 4 x 128 bits a step */
     KVDEV_CRC32C_VPCLMUL = 3,   /* x86 carry-less multiply, 4 x 512 bits a step */
-    KVDEV_CRC32C_ARM = 4,       /* Armv8 crc32c instruction, three streams joined by PMULL if there */
+    KVDEV_CRC32C_ARM = 4,       /* Armv8 crc32c instruction, three streams */
     KVDEV_CRC32C_COUNT = 5,
 };
 
