@@ -1,0 +1,106 @@
+/* The caller-driven I/O queue: a table of devices, the queue pairs under them, one poller.
+ *
+ * submit copies commands into a bounded pending ring; poll moves them to queue pairs by priority,
+ * keeps a window of bytes in flight on each, and hands completions back. Every accepted command
+ * completes exactly once. One thread at a time may call into a queue; a second one gets -EBUSY.
+ * All memory is allocated by create. Payload memory is the caller's again when its completion has
+ * been returned by poll (or its group's remaining is 0). */
+#ifndef KVDEV_QUEUE_H
+#define KVDEV_QUEUE_H
+
+#include "io.h"
+#include "qpair.h"
+
+/* cdef follows */
+#define KVDEV_QUEUE_PRIORITY_COUNT 8
+#define KVDEV_QUEUE_QPAIRS_MAX 128
+#define KVDEV_QUEUE_DEVICES_MAX 256
+#define KVDEV_QUEUE_DEVICE_QPAIRS_MAX 16
+#define KVDEV_QUEUE_PASSTHROUGH_MAX 16
+
+/* Why submit refused a command (kvdev_queue_refusal_read). */
+#define KVDEV_REFUSED_NONE 0
+#define KVDEV_REFUSED_DEVICE 1    /* device_index is not in the table */
+#define KVDEV_REFUSED_OPCODE 2
+#define KVDEV_REFUSED_COUNT 3     /* lba_count 0, or over 65536, or over the transfer limit */
+#define KVDEV_REFUSED_RANGE 4     /* slba + lba_count lies beyond the namespace */
+#define KVDEV_REFUSED_LENGTH 5    /* byte_count is not lba_count blocks */
+#define KVDEV_REFUSED_BUFFER 6    /* buf_addr 0 with payload */
+#define KVDEV_REFUSED_PRIORITY 7  /* over KVDEV_QUEUE_PRIORITY_COUNT - 1 */
+#define KVDEV_REFUSED_TRANSFER 8  /* byte_count is over the device's max_transfer_bytes */
+
+struct kvdev_queue_options {
+    uint32_t capacity;             /* commands accepted and not yet handed back, 1..1048576 */
+    uint32_t window_size_bytes;    /* payload in flight per queue pair; 0 means 1 MiB */
+    uint64_t command_timeout_ns;   /* per command once sent; 0 means 30 s */
+    uint64_t spin_ns;              /* poll looks so long before it sleeps; 0 means 20 us */
+};
+
+struct kvdev_queue_namespace {
+    uint32_t nsid;
+    uint32_t block_size_bytes;
+    uint64_t block_count;
+    uint32_t max_transfer_bytes;   /* from MDTS; 0 means no limit */
+    uint16_t qpair_count;
+    uint16_t reserved;
+    uint32_t qpair_index[16];      /* handles of kvdev_queue_qpair_add, all of this namespace's controller */
+};
+
+struct kvdev_queue_stats {
+    uint64_t submitted;
+    uint64_t completed;            /* handed back by poll */
+    uint64_t failed;
+    uint64_t polls;
+    uint64_t sleeps;               /* times poll waited in the kernel */
+    uint32_t pending_count;        /* accepted, not yet on a queue pair */
+    uint32_t in_flight_count;
+    uint32_t done_count;           /* completed, not yet handed back */
+    uint32_t capacity;
+};
+
+struct kvdev_queue;
+
+int kvdev_queue_create(const struct kvdev_queue_options *options, struct kvdev_queue **ret);
+/* Resets the queue pairs that have commands outstanding; they and their memory stay the caller's. */
+void kvdev_queue_destroy(struct kvdev_queue *queue);
+
+/* The queue drives qp from now on; the caller keeps owning it and frees it after remove or destroy. */
+int kvdev_queue_qpair_add(struct kvdev_queue *queue, struct kvdev_qpair *qp, uint32_t *ret);
+/* Closes the queue pair; what is outstanding on it completes with -ENOTCONN at the next poll. The handle may be
+ * given out again. */
+int kvdev_queue_qpair_remove(struct kvdev_queue *queue, uint32_t qpair_index);
+int kvdev_queue_namespace_add(struct kvdev_queue *queue, const struct kvdev_queue_namespace *ns, uint32_t *ret);
+/* What is pending for it completes with -ECANCELED; what is in flight goes on. */
+int kvdev_queue_device_remove(struct kvdev_queue *queue, uint32_t device_index);
+/* 1 while at least one queue pair of the device is ready. */
+int kvdev_queue_device_is_alive(const struct kvdev_queue *queue, uint32_t device_index);
+
+/* Takes all n commands or none. -EAGAIN: they do not fit, poll first. -EINVAL: one is refused, see
+ * kvdev_queue_refusal_read. Nothing is sent before the next poll. */
+int kvdev_queue_submit(struct kvdev_queue *queue, const struct kvdev_io *ios, size_t n);
+void kvdev_queue_refusal_read(const struct kvdev_queue *queue, size_t *index, uint32_t *reason);
+
+/* Works until min_count completions are there, timeout_ns has passed, nothing is outstanding, or a signal
+ * arrived; hands back up to max. timeout_ns 0 looks once and never sleeps. Always 0 unless misused. */
+int kvdev_queue_poll(struct kvdev_queue *queue, struct kvdev_io_done *done, size_t max, size_t min_count,
+                     uint64_t timeout_ns, size_t *count);
+
+/* A full 64-byte SQE for the device's controller (NSID as given in it), on one of the device's queue pairs,
+ * among the commands of this priority class 0. It completes like any other: tag, status, result. */
+int kvdev_queue_passthrough(struct kvdev_queue *queue, uint32_t device_index, uint64_t tag, const uint8_t *sqe,
+                            void *data, uint32_t len, uint32_t direction);
+/* The same, synchronously: other completions stay for the next poll. 0 with cqe set, or -errno; a command
+ * that does not end within timeout_ns takes its queue pair down, so that data is free on return. */
+int kvdev_queue_execute(struct kvdev_queue *queue, uint32_t device_index, const uint8_t *sqe, void *data, uint32_t len,
+                        uint32_t direction, uint64_t timeout_ns, uint8_t *cqe);
+
+/* Gives up on everything outstanding: queue pairs with commands are reset, their commands complete with -ENOTCONN,
+ * pending ones with -ECANCELED, at the next poll. No payload is touched after it returns. */
+int kvdev_queue_abandon(struct kvdev_queue *queue);
+
+void kvdev_queue_stats_read(const struct kvdev_queue *queue, struct kvdev_queue_stats *ret);
+size_t kvdev_queue_outstanding(const struct kvdev_queue *queue);
+void kvdev_queue_window_set(struct kvdev_queue *queue, uint32_t window_size_bytes);
+/* cdef end */
+
+#endif
