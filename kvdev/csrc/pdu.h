@@ -27,7 +27,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* cdef follows */
+/* cdef begin */
 #define KVDEV_PDU_IC_REQ 0x00
 #define KVDEV_PDU_IC_RESP 0x01
 #define KVDEV_PDU_H2C_TERM 0x02
