@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,9 @@ class IoQueue(Protocol):
     payload belongs to the queue from ``submit`` until that completion has been polled.
     """
 
-    lock: threading.RLock
-    """Held by whoever submits and polls, from the first submit to the last completion."""
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held by whoever submits and polls, from the first submit to the last completion; reentrant."""
 
     @property
     def capacity_count(self) -> int:
