@@ -9,13 +9,43 @@ every change builds new objects and replaces the reference.
 from __future__ import annotations
 
 import enum
+import errno
+import fcntl
+import ipaddress
+import os
+import re
+import stat
+import struct
 import uuid as uuid_module
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
+from kvdev.units import KIB, is_power_of_two
+from spdk_rpc.errors import ERROR_INTERNAL, ERROR_INVALID_PARAMS
+
 DISCOVERY_NQN = "nqn.2014-08.org.nvmexpress.discovery"
+
+NAMESPACE_COUNT_LIMIT = 1024
+"""Namespaces of one subsystem: the active namespace list of Identify then fits one 4 KiB page."""
+SUBSYSTEM_COUNT_LIMIT = 1024
+"""As SPDK's default max_subsystems; each discovery log entry is 1 KiB."""
+BDEV_COUNT_LIMIT = 4096
+HOST_COUNT_LIMIT = 4096
+BDEV_NAME_SIZE_LIMIT = 255
+RAID_BASE_COUNT_LIMIT = 255
+"""SPDK counts base bdevs in eight bits."""
+EVENT_COUNT_LIMIT = 1024
+"""Notifications kept for ``notify_get_notifications``; older ones are forgotten, ids go on."""
+CNTLID_MIN = 1
+CNTLID_MAX = 0xFFEF
+NSID_BROADCAST = 0xFFFFFFFF
+NQN_SIZE_LIMIT_BYTES = 223
+
+NULL_UUID = uuid_module.UUID(int=0)
+NULL_NGUID = bytes(16)
 
 
 class SpdkError(Exception):
@@ -258,3 +288,650 @@ class TargetBackend(Protocol):
     def qpairs(self, nqn: str) -> list[QpairInfo]: ...
 
     def poll_groups(self) -> list[PollGroupStat]: ...
+
+
+@dataclass
+class RaidState:
+    """A RAID0 as it was asked for; its bdev exists while the state is online.
+
+    ``discovered`` are the bases it holds claims on. Names in ``base_names`` need not exist yet.
+    """
+
+    name: str
+    strip_size_bytes: int
+    base_names: tuple[str, ...]
+    uuid: uuid_module.UUID = NULL_UUID
+    state: str = "configuring"
+    discovered: set[str] = field(default_factory=set)
+    operational_count: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of the set of bdevs, as ``notify_get_notifications`` reports it."""
+
+    id: int
+    type: str
+    context: str
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """Who writes to a bdev: a namespace of a subsystem, or a RAID0."""
+
+    nqn: str = ""
+    nsid: int = 0
+    raid_name: str = ""
+
+
+def errno_error(code: int, reason: str = "", *, prefix: str = "") -> SpdkError:
+    """The refusal SPDK gives as a negative errno with its text; ours adds the reason after a colon."""
+    text = f"{prefix}{os.strerror(code)}"
+    return SpdkError(-code, f"{text}: {reason}" if reason else text)
+
+
+def invalid_params(reason: str) -> SpdkError:
+    """SPDK's general refusal of the nvmf methods, with the reason it only logs."""
+    return SpdkError(ERROR_INVALID_PARAMS, f"Invalid parameters: {reason}")
+
+
+_NQN_UUID_PREFIX = "nqn.2014-08.org.nvmexpress:uuid:"
+_NQN_LABEL = r"[A-Za-z](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_NQN = re.compile(rf"nqn\.\d{{4}}-\d{{2}}\.{_NQN_LABEL}(?:\.{_NQN_LABEL})*:.+", re.ASCII | re.DOTALL)
+_UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+
+
+def is_valid_nqn(nqn: str) -> bool:
+    """Whether the text is an NVMe Qualified Name (Base specification 4.7)."""
+    if len(nqn.encode("utf-8", "replace")) > NQN_SIZE_LIMIT_BYTES:
+        return False
+    if nqn == DISCOVERY_NQN:
+        return True
+    if nqn.startswith(_NQN_UUID_PREFIX):
+        return _UUID.fullmatch(nqn[len(_NQN_UUID_PREFIX) :]) is not None
+    return _NQN.fullmatch(nqn) is not None
+
+
+def probe_file(filename: str, *, is_readonly: bool) -> tuple[int, int]:
+    """Size in bytes and the logical block size of a file or block device (0 for a regular file).
+
+    Raises OSError.
+    """
+    # O_NONBLOCK: opening a FIFO by mistake must not wait for its other end.
+    flags = (os.O_RDONLY if is_readonly else os.O_RDWR) | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(filename, flags)
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISBLK(mode):
+            blkssz_get = 0x1268
+            (block_size_bytes,) = struct.unpack("i", fcntl.ioctl(fd, blkssz_get, struct.pack("i", 0)))
+            return os.lseek(fd, 0, os.SEEK_END), block_size_bytes
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "neither a regular file nor a block device")
+        return os.fstat(fd).st_size, 0
+    finally:
+        os.close(fd)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+class TargetModel:
+    """The configuration of one target; every change is checked here and then carried out by the backend.
+
+    Invariants: a bdev has at most one claim; a namespace's bdev is registered and claimed by it; an online
+    RAID0 has a registered bdev and all its bases claimed; each listening socket of the backend is named by
+    at least one subsystem. An operation that raises changed nothing, unless its text says otherwise.
+    """
+
+    def __init__(
+        self,
+        backend: TargetBackend,
+        *,
+        allow_remote: bool = False,
+        make_uuid: Callable[[], uuid_module.UUID] = uuid_module.uuid4,
+    ) -> None:
+        self._backend = backend
+        self._allow_remote = allow_remote
+        self._make_uuid = make_uuid
+        self._transport: Transport | None = None
+        self._bdevs: Mapping[str, Bdev] = {}
+        self._claims: dict[str, _Claim] = {}
+        self._raids: dict[str, RaidState] = {}
+        self._listener_users: dict[ListenAddress, set[str]] = {}
+        self._events: deque[Event] = deque(maxlen=EVENT_COUNT_LIMIT)
+        self._event_count = 0
+        self._auto_name_count = 0
+        discovery = Subsystem(
+            nqn=DISCOVERY_NQN, serial_number="", model_number="", is_discovery=True, allow_any_host=True
+        )
+        self._subsystems: Mapping[str, Subsystem] = {DISCOVERY_NQN: discovery}
+        backend.attach(self)
+
+    # What readers in any thread may ask.
+
+    def transport(self) -> Transport | None:
+        return self._transport
+
+    def bdev(self, name: str) -> Bdev | None:
+        """A bdev by name or by its alias, the UUID."""
+        bdevs = self._bdevs
+        found = bdevs.get(name)
+        if found is None and _UUID.fullmatch(name):
+            wanted = uuid_module.UUID(name)
+            found = next((bdev for bdev in bdevs.values() if bdev.uuid == wanted), None)
+        return found
+
+    def bdevs(self) -> tuple[Bdev, ...]:
+        """All, in the order of their registration."""
+        return tuple(self._bdevs.values())
+
+    def subsystem(self, nqn: str) -> Subsystem | None:
+        return self._subsystems.get(nqn)
+
+    def subsystems(self) -> tuple[Subsystem, ...]:
+        return tuple(self._subsystems.values())
+
+    # Questions of the RPC methods.
+
+    def is_claimed(self, name: str) -> bool:
+        return name in self._claims
+
+    def raids(self) -> tuple[RaidState, ...]:
+        return tuple(self._raids.values())
+
+    def raid(self, name: str) -> RaidState | None:
+        return self._raids.get(name)
+
+    def events(self, *, first_id: int, count_limit: int) -> list[Event]:
+        kept = [event for event in self._events if event.id >= first_id]
+        return kept[:count_limit]
+
+    def iostat(self, bdev: Bdev) -> BdevIoStat:
+        return self._backend.iostat(bdev.handle)
+
+    def reset_iostat(self, bdev: Bdev) -> None:
+        self._backend.reset_iostat(bdev.handle)
+
+    def controllers(self, nqn: str) -> list[ControllerInfo]:
+        return self._backend.controllers(self.find_subsystem(nqn).nqn)
+
+    def qpairs(self, nqn: str) -> list[QpairInfo]:
+        return self._backend.qpairs(self.find_subsystem(nqn).nqn)
+
+    def poll_groups(self) -> list[PollGroupStat]:
+        return self._backend.poll_groups()
+
+    def find_subsystem(self, nqn: str) -> Subsystem:
+        found = self._subsystems.get(nqn)
+        if found is None:
+            raise SpdkError(ERROR_INVALID_PARAMS, f"Subsystem with NQN '{nqn}' not found")
+        return found
+
+    def find_bdev(self, name: str) -> Bdev:
+        found = self.bdev(name)
+        if found is None:
+            raise errno_error(errno.ENODEV, f"bdev {name!r}")
+        return found
+
+    # Bdevs.
+
+    def create_malloc(
+        self,
+        *,
+        name: str | None,
+        block_size_bytes: int,
+        block_count: int,
+        uuid: uuid_module.UUID | None = None,
+        physical_block_size_bytes: int = 0,
+    ) -> str:
+        """A bdev in memory; without a name it is Malloc0, Malloc1, …, counted as SPDK does."""
+        if block_count == 0:
+            raise errno_error(errno.EINVAL, "num_blocks: expected at least 1, got 0")
+        if block_size_bytes == 0 or block_size_bytes % 512:
+            raise errno_error(
+                errno.EINVAL, f"block_size: expected a multiple of 512 bytes, got {block_size_bytes}"
+            )
+        if physical_block_size_bytes % 512:
+            raise errno_error(
+                errno.EINVAL,
+                f"physical_block_size: expected a multiple of 512 bytes, got {physical_block_size_bytes}",
+            )
+        if name is None:
+            # The number is used up even when the name turns out to be taken.
+            name = f"Malloc{self._auto_name_count}"
+            self._auto_name_count += 1
+        return self._register(
+            Bdev(
+                name=name,
+                kind=BdevKind.MALLOC,
+                uuid=uuid or self._make_uuid(),
+                block_size_bytes=block_size_bytes,
+                block_count=block_count,
+                physical_block_size_bytes=physical_block_size_bytes or block_size_bytes,
+            )
+        )
+
+    def create_null(
+        self, *, name: str, block_size_bytes: int, block_count: int, uuid: uuid_module.UUID | None = None
+    ) -> str:
+        """A bdev that forgets what is written and reads as zeroes."""
+        if block_count == 0:
+            raise errno_error(errno.EINVAL, "num_blocks: expected at least 1, got 0")
+        if block_size_bytes == 0 or block_size_bytes % 512:
+            raise errno_error(
+                errno.EINVAL, f"block_size: expected a multiple of 512 bytes, got {block_size_bytes}"
+            )
+        return self._register(
+            Bdev(
+                name=name,
+                kind=BdevKind.NULL,
+                uuid=uuid or self._make_uuid(),
+                block_size_bytes=block_size_bytes,
+                block_count=block_count,
+            )
+        )
+
+    def create_file(
+        self,
+        *,
+        name: str,
+        kind: BdevKind,
+        filename: str,
+        block_size_bytes: int = 0,
+        uuid: uuid_module.UUID | None = None,
+        is_readonly: bool = False,
+        fallocate: bool = False,
+        nowait: bool = False,
+    ) -> str:
+        """A bdev over a file or block device; block size 0 takes the device's own."""
+        self._check_new_name(name)
+        try:
+            size_bytes, detected_bytes = probe_file(filename, is_readonly=is_readonly)
+        except OSError as error:
+            raise errno_error(error.errno or errno.EIO, f"filename: {filename}") from error
+        wanted_bytes = block_size_bytes or detected_bytes
+        if wanted_bytes < 512 or not is_power_of_two(wanted_bytes):
+            raise errno_error(
+                errno.EINVAL,
+                f"block_size: expected a power of two from 512, got {wanted_bytes}"
+                + ("" if block_size_bytes else " (a regular file has none of its own: name one)"),
+            )
+        if wanted_bytes < detected_bytes:
+            raise errno_error(
+                errno.EINVAL,
+                f"block_size: {filename} has blocks of {detected_bytes} bytes, got {wanted_bytes}",
+            )
+        if size_bytes == 0 or size_bytes % wanted_bytes:
+            raise errno_error(
+                errno.EINVAL,
+                f"filename: {filename} has {size_bytes} bytes, expected a multiple of {wanted_bytes} above 0",
+            )
+        return self._register(
+            Bdev(
+                name=name,
+                kind=kind,
+                uuid=uuid or self._make_uuid(),
+                block_size_bytes=wanted_bytes,
+                block_count=size_bytes // wanted_bytes,
+                filename=filename,
+                is_readonly=is_readonly,
+                fallocate=fallocate,
+                nowait=nowait,
+                block_size_override=block_size_bytes != 0,
+            )
+        )
+
+    def delete_bdev(self, name: str, kind: BdevKind) -> None:
+        """Remove a bdev; a namespace on it goes with it, a RAID0 over it goes offline (as SPDK does)."""
+        bdev = self.bdev(name)
+        if bdev is None or bdev.kind is not kind:
+            raise errno_error(errno.ENODEV, f"{kind.value} {name!r}")
+        self._unregister(bdev)
+
+    def _check_new_name(self, name: str) -> None:
+        if not name or len(name) > BDEV_NAME_SIZE_LIMIT:
+            raise errno_error(
+                errno.EINVAL, f"name: expected 1 to {BDEV_NAME_SIZE_LIMIT} characters, got {len(name)}"
+            )
+        if self.bdev(name) is not None:
+            raise errno_error(errno.EEXIST, f"bdev {name!r}")
+        if len(self._bdevs) >= BDEV_COUNT_LIMIT:
+            raise errno_error(errno.ENOSPC, f"a target has at most {BDEV_COUNT_LIMIT} bdevs")
+
+    def _register(self, bdev: Bdev) -> str:
+        self._check_new_name(bdev.name)
+        if bdev.uuid != NULL_UUID and any(other.uuid == bdev.uuid for other in self._bdevs.values()):
+            raise errno_error(errno.EEXIST, f"bdev with uuid {bdev.uuid}")
+        try:
+            handle = self._backend.open_bdev(bdev)
+        except OSError as error:
+            raise errno_error(error.errno or errno.EIO, f"bdev {bdev.name!r}: {error}") from error
+        self._bdevs = {**self._bdevs, bdev.name: replace(bdev, handle=handle)}
+        self._notify("bdev_register", bdev.name)
+        self._examine(bdev.name)
+        return bdev.name
+
+    def _unregister(self, bdev: Bdev) -> None:
+        claim = self._claims.get(bdev.name)
+        if claim is not None and claim.raid_name:
+            self._lose_base(self._raids[claim.raid_name], bdev.name)
+        elif claim is not None:
+            self._drop_namespace(self._subsystems[claim.nqn], claim.nsid)
+        self._bdevs = {name: other for name, other in self._bdevs.items() if name != bdev.name}
+        self._backend.close_bdev(bdev.handle)
+        self._notify("bdev_unregister", bdev.name)
+
+    def _notify(self, kind: str, context: str) -> None:
+        self._events.append(Event(id=self._event_count, type=kind, context=context))
+        self._event_count += 1
+
+    # RAID0.
+
+    def create_raid0(
+        self,
+        *,
+        name: str,
+        strip_size_kb: int,
+        base_names: list[str],
+        uuid: uuid_module.UUID | None = None,
+    ) -> None:
+        """Stripe over bases; while one does not exist the RAID0 stays "configuring" and waits for it."""
+        prefix = f"Failed to create RAID bdev {name}: "
+        if not name or len(name) > BDEV_NAME_SIZE_LIMIT:
+            raise errno_error(errno.EINVAL, "name: empty or too long", prefix=prefix)
+        if name in self._raids or self.bdev(name) is not None:
+            raise errno_error(errno.EEXIST, prefix=prefix)
+        if not is_power_of_two(strip_size_kb):
+            raise errno_error(
+                errno.EINVAL, f"strip_size_kb: expected a power of two, got {strip_size_kb}", prefix=prefix
+            )
+        if not 1 <= len(base_names) <= RAID_BASE_COUNT_LIMIT:
+            raise errno_error(
+                errno.EINVAL,
+                f"base_bdevs: expected 1 to {RAID_BASE_COUNT_LIMIT} names, got {len(base_names)}",
+                prefix=prefix,
+            )
+        raid = RaidState(
+            name=name,
+            strip_size_bytes=strip_size_kb * KIB,
+            base_names=tuple(base_names),
+            uuid=uuid or NULL_UUID,
+            operational_count=len(base_names),
+        )
+        self._raids[name] = raid
+        try:
+            for base_name in base_names:
+                base = self._bdevs.get(base_name)
+                if base is not None:
+                    self._claim_base(raid, base)
+            self._go_online_when_complete(raid)
+        except SpdkError as error:
+            self._forget_raid(raid)
+            if error.message.startswith(prefix):
+                raise
+            raise SpdkError(error.code, prefix + error.message) from error
+
+    def delete_raid(self, name: str) -> None:
+        """Remove a RAID0 in whatever state; its bases are free again."""
+        raid = self._raids.get(name)
+        if raid is None:
+            raise SpdkError(-errno.ENODEV, f"raid bdev {name} not found")
+        if raid.state == "online":
+            self._unregister(self._bdevs[name])
+        self._forget_raid(raid)
+
+    def _claim_base(self, raid: RaidState, base: Bdev) -> None:
+        if base.name in self._claims:
+            raise errno_error(errno.EPERM, f"base_bdevs: {base.name!r} is in use")
+        if raid.strip_size_bytes % base.block_size_bytes:
+            raise errno_error(
+                errno.EINVAL,
+                f"strip_size_kb: {base.name!r} has blocks of {base.block_size_bytes} bytes, "
+                f"the strip has {raid.strip_size_bytes}",
+            )
+        for other_name in raid.discovered:
+            other = self._bdevs[other_name]
+            if other.block_size_bytes != base.block_size_bytes:
+                raise errno_error(
+                    errno.EINVAL,
+                    f"base_bdevs: {other_name!r} has blocks of {other.block_size_bytes} bytes, "
+                    f"{base.name!r} of {base.block_size_bytes}",
+                )
+        self._claims[base.name] = _Claim(raid_name=raid.name)
+        raid.discovered.add(base.name)
+
+    def _go_online_when_complete(self, raid: RaidState) -> None:
+        if len(raid.discovered) < len(raid.base_names):
+            return
+        bases = [self._bdevs[base_name] for base_name in raid.base_names]
+        strip_blocks = raid.strip_size_bytes // bases[0].block_size_bytes
+        row_count = min(base.block_count for base in bases) // strip_blocks
+        if row_count == 0:
+            raise errno_error(errno.EINVAL, "base_bdevs: the smallest is smaller than one strip")
+        self._register(
+            Bdev(
+                name=raid.name,
+                kind=BdevKind.RAID0,
+                uuid=raid.uuid if raid.uuid != NULL_UUID else self._make_uuid(),
+                block_size_bytes=bases[0].block_size_bytes,
+                block_count=row_count * strip_blocks * len(bases),
+                strip_size_bytes=raid.strip_size_bytes,
+                base_names=raid.base_names,
+                base_handles=tuple(base.handle for base in bases),
+            )
+        )
+        raid.uuid = self._bdevs[raid.name].uuid
+        raid.state = "online"
+
+    def _examine(self, name: str) -> None:
+        """Give a bdev that has just come to the RAID0 that waits for it, if one does."""
+        for raid in list(self._raids.values()):
+            if raid.state != "configuring" or name not in raid.base_names or name in raid.discovered:
+                continue
+            try:
+                self._claim_base(raid, self._bdevs[name])
+            except SpdkError:
+                # SPDK's examination refuses silently too: the RAID0 goes on waiting, get_bdevs shows it.
+                continue
+            try:
+                self._go_online_when_complete(raid)
+            except SpdkError:
+                self._release_base(raid, name)
+
+    def _lose_base(self, raid: RaidState, base_name: str) -> None:
+        """A base is going: an online RAID0 cannot do without it and goes offline."""
+        if raid.state == "online":
+            raid.operational_count -= 1
+            raid.state = "offline"
+            self._unregister(self._bdevs[raid.name])
+        self._release_base(raid, base_name)
+        if raid.state == "offline" and not raid.discovered:
+            self._raids.pop(raid.name, None)
+
+    def _release_base(self, raid: RaidState, base_name: str) -> None:
+        raid.discovered.discard(base_name)
+        self._claims.pop(base_name, None)
+
+    def _forget_raid(self, raid: RaidState) -> None:
+        for base_name in list(raid.discovered):
+            self._release_base(raid, base_name)
+        self._raids.pop(raid.name, None)
+
+    # Transport and subsystems.
+
+    def create_transport(self, transport: Transport) -> None:
+        if self._transport is not None:
+            raise SpdkError(ERROR_INTERNAL, f"Transport type '{transport.trtype}' already exists")
+        self._backend.create_transport(transport)
+        self._transport = transport
+
+    def create_subsystem(self, subsystem: Subsystem) -> None:
+        nqn = subsystem.nqn
+        refused = f"Unable to create subsystem {nqn}"
+        if not is_valid_nqn(nqn) or nqn == DISCOVERY_NQN:
+            raise SpdkError(ERROR_INTERNAL, f"{refused}: nqn: no valid NVM subsystem NQN")
+        if nqn in self._subsystems:
+            raise SpdkError(ERROR_INTERNAL, f"{refused}: it exists")
+        if len(self._subsystems) >= SUBSYSTEM_COUNT_LIMIT:
+            raise SpdkError(ERROR_INTERNAL, f"{refused}: a target has at most {SUBSYSTEM_COUNT_LIMIT}")
+        low, high = subsystem.min_cntlid, subsystem.max_cntlid
+        if not CNTLID_MIN <= low <= high <= CNTLID_MAX:
+            raise SpdkError(ERROR_INVALID_PARAMS, f"Invalid cntlid range [{low}-{high}]")
+        if not 1 <= subsystem.max_namespaces <= NAMESPACE_COUNT_LIMIT:
+            raise SpdkError(
+                ERROR_INTERNAL,
+                f"{refused}: max_namespaces: expected 1 to {NAMESPACE_COUNT_LIMIT}, "
+                f"got {subsystem.max_namespaces}",
+            )
+        self._subsystems = {**self._subsystems, nqn: subsystem}
+        self._backend.subsystem_added(nqn)
+
+    def delete_subsystem(self, nqn: str) -> None:
+        subsystem = self.find_subsystem(nqn)
+        if subsystem.is_discovery:
+            raise invalid_params("nqn: the discovery subsystem stays")
+        self._subsystems = {name: other for name, other in self._subsystems.items() if name != nqn}
+        self._backend.subsystem_removed(nqn)
+        for entry in subsystem.namespaces.values():
+            self._claims.pop(entry.bdev_name, None)
+        for listener in subsystem.listeners:
+            self._release_listener(nqn, listener)
+
+    def _replace_subsystem(self, subsystem: Subsystem) -> None:
+        self._subsystems = {**self._subsystems, subsystem.nqn: subsystem}
+
+    def add_namespace(
+        self,
+        nqn: str,
+        *,
+        bdev_name: str,
+        nsid: int = 0,
+        uuid: uuid_module.UUID | None = None,
+        nguid: bytes = NULL_NGUID,
+        eui64: bytes = b"",
+        anagrpid: int = 0,
+    ) -> int:
+        """Show a bdev to hosts; nsid 0 takes the lowest free one. Without UUID and NGUID both are the bdev's UUID."""
+        subsystem = self.find_subsystem(nqn)
+        if subsystem.is_discovery:
+            raise invalid_params("nqn: the discovery subsystem has no namespaces")
+        nsid = self._new_nsid(subsystem, nsid)
+        if anagrpid > subsystem.max_namespaces:
+            raise invalid_params(
+                f"namespace.anagrpid: expected at most {subsystem.max_namespaces}, got {anagrpid}"
+            )
+        bdev = self.bdev(bdev_name)
+        if bdev is None:
+            raise invalid_params(f"namespace.bdev_name: no bdev {bdev_name!r}")
+        if bdev.name in self._claims:
+            raise invalid_params(f"namespace.bdev_name: bdev {bdev_name!r} is in use")
+        uuid = uuid if uuid is not None and uuid != NULL_UUID else bdev.uuid
+        entry = NamespaceEntry(
+            nsid=nsid,
+            bdev_name=bdev.name,
+            uuid=uuid,
+            nguid=nguid if any(nguid) else uuid.bytes,
+            eui64=eui64 if any(eui64) else b"",
+            anagrpid=anagrpid or nsid,
+        )
+        self._claims[bdev.name] = _Claim(nqn=nqn, nsid=nsid)
+        namespaces = MappingProxyType(dict(sorted({**subsystem.namespaces, nsid: entry}.items())))
+        self._replace_subsystem(replace(subsystem, namespaces=namespaces))
+        self._backend.namespace_changed(nqn, nsid)
+        return nsid
+
+    def _new_nsid(self, subsystem: Subsystem, nsid: int) -> int:
+        limit = subsystem.max_namespaces
+        if nsid == 0:
+            free = (number for number in range(1, limit + 1) if number not in subsystem.namespaces)
+            nsid = next(free, 0)
+            if nsid == 0:
+                raise invalid_params(f"namespace.nsid: all {limit} are in use")
+        if nsid > limit:
+            raise invalid_params(f"namespace.nsid: expected 1 to {limit}, got {nsid}")
+        if nsid in subsystem.namespaces:
+            raise invalid_params(f"namespace.nsid: {nsid} is in use")
+        return nsid
+
+    def remove_namespace(self, nqn: str, nsid: int) -> None:
+        subsystem = self.find_subsystem(nqn)
+        if nsid not in subsystem.namespaces:
+            raise invalid_params(f"nsid: subsystem has no namespace {nsid}")
+        self._drop_namespace(subsystem, nsid)
+
+    def _drop_namespace(self, subsystem: Subsystem, nsid: int) -> None:
+        kept = {number: entry for number, entry in subsystem.namespaces.items() if number != nsid}
+        self._replace_subsystem(replace(subsystem, namespaces=MappingProxyType(kept)))
+        # Returns when no I/O runs on it any more; only then may the bdev go or be claimed again.
+        self._backend.namespace_changed(subsystem.nqn, nsid)
+        self._claims.pop(subsystem.namespaces[nsid].bdev_name, None)
+
+    # Listeners and hosts.
+
+    def add_listener(self, nqn: str, *, address: str, port: int) -> ListenAddress:
+        """Listen for a subsystem; port 0 is any free port, and the real one is stored."""
+        subsystem = self.find_subsystem(nqn)
+        if self._transport is None:
+            raise invalid_params("listen_address.trtype: no TCP transport: call nvmf_create_transport first")
+        if not self._allow_remote and not _is_loopback(address):
+            raise invalid_params(
+                f"listen_address.traddr: {address} is not loopback: start the target with --allow-remote"
+            )
+        wanted = ListenAddress(address, port)
+        if wanted in subsystem.listeners:
+            raise invalid_params(f"listen_address: {address}:{port} is a listener of it")
+        if wanted not in self._listener_users:
+            try:
+                wanted = ListenAddress(*self._backend.start_listener(address, port))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise invalid_params(f"listen_address: {address}:{port}: {reason}") from error
+            self._listener_users[wanted] = set()
+        self._listener_users[wanted].add(nqn)
+        self._replace_subsystem(replace(subsystem, listeners=(*subsystem.listeners, wanted)))
+        self._backend.subsystem_changed(nqn)
+        return wanted
+
+    def remove_listener(self, nqn: str, *, address: str, port: int) -> None:
+        subsystem = self.find_subsystem(nqn)
+        listener = ListenAddress(address, port)
+        if listener not in subsystem.listeners:
+            raise invalid_params(f"listen_address: {address}:{port} is no listener of it")
+        kept = tuple(other for other in subsystem.listeners if other != listener)
+        self._replace_subsystem(replace(subsystem, listeners=kept))
+        self._backend.subsystem_changed(nqn)
+        self._release_listener(nqn, listener)
+
+    def _release_listener(self, nqn: str, listener: ListenAddress) -> None:
+        users = self._listener_users[listener]
+        users.discard(nqn)
+        if not users:
+            del self._listener_users[listener]
+            self._backend.stop_listener(listener.address, listener.port)
+
+    def add_host(self, nqn: str, host_nqn: str) -> None:
+        subsystem = self.find_subsystem(nqn)
+        if not is_valid_nqn(host_nqn):
+            raise SpdkError(ERROR_INTERNAL, f"Internal error: host: no valid NQN: {host_nqn!r}")
+        if host_nqn in subsystem.hosts:
+            raise SpdkError(ERROR_INTERNAL, f"Internal error: host: {host_nqn} is allowed already")
+        if len(subsystem.hosts) >= HOST_COUNT_LIMIT:
+            raise SpdkError(ERROR_INTERNAL, f"Internal error: host: at most {HOST_COUNT_LIMIT} per subsystem")
+        # SPDK lists the newest first.
+        self._replace_subsystem(replace(subsystem, hosts=(host_nqn, *subsystem.hosts)))
+        self._backend.subsystem_changed(nqn)
+
+    def remove_host(self, nqn: str, host_nqn: str) -> None:
+        subsystem = self.find_subsystem(nqn)
+        if host_nqn not in subsystem.hosts:
+            raise SpdkError(ERROR_INTERNAL, f"Internal error: host: {host_nqn} is not in the list")
+        kept = tuple(other for other in subsystem.hosts if other != host_nqn)
+        self._replace_subsystem(replace(subsystem, hosts=kept))
+        self._backend.subsystem_changed(nqn)
+
+    def set_allow_any_host(self, nqn: str, is_allowed: bool) -> None:
+        subsystem = self.find_subsystem(nqn)
+        self._replace_subsystem(replace(subsystem, allow_any_host=is_allowed))
+        self._backend.subsystem_changed(nqn)
