@@ -290,6 +290,16 @@ class TargetBackend(Protocol):
     def poll_groups(self) -> list[PollGroupStat]: ...
 
 
+class ServiceBackend(TargetBackend, Protocol):
+    """A backend with a lifetime; ``kvdev.target.service.TargetService`` is the one with a data path."""
+
+    def start(self) -> None:
+        """Start the pollers and the control thread."""
+
+    def stop(self, *, timeout_s: float) -> None:
+        """End all queue pairs, listeners and threads. Raises DeadlineError when they do not end in time."""
+
+
 @dataclass
 class RaidState:
     """A RAID0 as it was asked for; its bdev exists while the state is online.
