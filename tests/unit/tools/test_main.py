@@ -54,7 +54,7 @@ def test_help_and_version_need_no_heavy_import() -> None:
     assert __version__ in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["--nonsense"], ["replay", "--requests"]])
+@pytest.mark.parametrize("arguments", [["nonsense"], ["--nonsense"]])
 def test_a_wrong_command_line_is_one_line_and_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
