@@ -9,7 +9,7 @@
 
 #include "qpair.h"
 
-/* cdef follows */
+/* cdef begin */
 #define KVDEV_ADMIN_QPAIRS_MAX 256
 #define KVDEV_ADMIN_EVENTS_MAX 64
 #define KVDEV_ADMIN_AER_MAX 8

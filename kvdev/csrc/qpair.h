@@ -15,7 +15,7 @@
 
 #include "pdu.h"
 
-/* cdef follows */
+/* cdef begin */
 #define KVDEV_DIGEST_OFF 0     /* do not ask for it; a peer that turns it on is at fault */
 #define KVDEV_DIGEST_PREFER 1  /* ask for it, go on without when the controller refuses */
 #define KVDEV_DIGEST_REQUIRE 2 /* ask for it, fail to connect when the controller refuses */
@@ -74,7 +74,7 @@ struct kvdev_qpair_info {
 
 struct kvdev_qpair_fault {
     uint32_t kind;                  /* KVDEV_FAULT_* */
-    int32_t error;                  /* -errno that outstanding commands complete with */
+    int32_t error;                  /* -errno that connect or execute returned for it */
     uint16_t fes;                   /* Fatal Error Status, TCP 3.6.2.4 */
     uint8_t pdu_type;
     uint8_t is_term_sent;           /* the H2CTermReq was handed to the kernel whole */
@@ -134,11 +134,11 @@ typedef void kvdev_qpair_done_fn(void *owner, uint64_t cookie, int error, const 
 void kvdev_qpair_owner_set(struct kvdev_qpair *qp, kvdev_qpair_done_fn *done, void *owner);
 
 /* Takes a command: 0, -EAGAIN (no slot), -ENOTCONN (dead). It leaves with the next progress.
- * deadline_ns 0 means none. inline_data: 16 bytes at most, copied when data is NULL and len is not 0. */
+ * deadline_ns 0 means none. The inline form sends up to 16 bytes that it copies: one DSM range. */
 int kvdev_qpair_start(struct kvdev_qpair *qp, const uint8_t *sqe, void *data, uint32_t len, uint32_t direction,
-                      uint64_t cookie, uint64_t deadline_ns, uint64_t now_ns);
+                      uint64_t cookie, uint64_t deadline_ns);
 int kvdev_qpair_start_inline(struct kvdev_qpair *qp, const uint8_t *sqe, const uint8_t *data, uint32_t len,
-                             uint64_t cookie, uint64_t deadline_ns, uint64_t now_ns);
+                             uint64_t cookie, uint64_t deadline_ns);
 
 /* Sends what is queued; 1 if anything moved, 0 if not; deaths show in the state. */
 int kvdev_qpair_send(struct kvdev_qpair *qp, uint64_t now_ns);

@@ -11,7 +11,7 @@
 #include "io.h"
 #include "qpair.h"
 
-/* cdef follows */
+/* cdef begin */
 #define KVDEV_QUEUE_PRIORITY_COUNT 8
 #define KVDEV_QUEUE_QPAIRS_MAX 128
 #define KVDEV_QUEUE_DEVICES_MAX 256
@@ -28,6 +28,7 @@
 #define KVDEV_REFUSED_BUFFER 6    /* buf_addr 0 with payload */
 #define KVDEV_REFUSED_PRIORITY 7  /* over KVDEV_QUEUE_PRIORITY_COUNT - 1 */
 #define KVDEV_REFUSED_TRANSFER 8  /* byte_count is over the device's max_transfer_bytes */
+#define KVDEV_REFUSED_GROUP 9     /* group_addr is not a multiple of 8 */
 
 struct kvdev_queue_options {
     uint32_t capacity;             /* commands accepted and not yet handed back, 1..1048576 */

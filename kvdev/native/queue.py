@@ -82,6 +82,7 @@ _REFUSALS = {
     6: ("buf_addr", "an address for the payload"),
     7: ("priority", "0 to 7"),
     8: ("byte_count", "at most the device's max_transfer_bytes"),
+    9: ("group_addr", "the address of an IO_GROUP_DTYPE element"),
 }
 
 

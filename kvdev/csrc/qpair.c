@@ -1,0 +1,1131 @@
+#include "qpair.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "crc32c.h"
+
+#define QUEUE_SIZE_MAX 4096u          /* a CID is 12 bits of slot under 4 bits of generation */
+#define RX_RING_IO_BYTES (128u << 10) /* headers and small payloads of many PDUs in one read */
+#define RX_RING_ADMIN_BYTES (16u << 10)
+#define RX_TAIL_BYTES 512u            /* read behind a large payload: the next headers, hardly any payload to copy */
+#define RX_TAIL_FULL_UNDER 16384u     /* behind less than this the next payloads are likely small too */
+#define RX_BUDGET_BYTES (512u << 10)  /* one receive call, so that queue pairs take turns */
+#define H2C_ITEMS_MAX 16u             /* H2CData PDUs queued at once: capsules wait behind no more */
+#define H2C_PDU_BYTES_MAX (256u << 10) /* our own limit of one H2CData, below any MAXH2CDATA worth having */
+#define IOV_COUNT_MAX 96u
+#define TERM_WAIT_NS 100000000ull     /* destroy waits so long for the peer to read our H2CTermReq and close */
+#define DRAIN_NS 30000000000ull       /* TCP 3.5: the controller closes within 30 s */
+#define SLOT_NONE 0xffffffffu
+#define CID_NONE 0xffffffffu
+#define OPC_KEEP_ALIVE 0x18
+#define OPC_FABRICS 0x7f
+#define STATUS_TRANSFER_ERROR 0x04    /* 00/04h Data Transfer Error */
+#define STATUS_TRANSIENT 0x22         /* 00/22h Transient Transport Error */
+#define NS_PER_S 1000000000ull
+
+enum request_state {
+    REQUEST_FREE = 0,
+    REQUEST_QUEUED = 1, /* its capsule header is not with the kernel yet: the controller cannot know the CID */
+    REQUEST_SENT = 2,
+    REQUEST_HELD = 3,   /* completed while a PDU with its memory is half sent; ends when that PDU has left */
+};
+
+struct request {
+    struct kvdev_pdu_cmd cmd;
+    uint8_t *data;
+    uint64_t cookie;
+    uint64_t deadline_ns; /* UINT64_MAX: none */
+    uint64_t send_ns;
+    int held_error;
+    uint16_t cid;
+    uint8_t state;
+    uint8_t opcode;
+    uint8_t generation;
+    uint8_t has_ddgst_error;
+    uint16_t tx_items;    /* items of the send ring that name it */
+    uint8_t cqe[KVDEV_CQE_BYTES];
+    uint8_t inline_data[16];
+};
+
+struct tx_item {
+    uint8_t head[KVDEV_PDU_BUILD_MAX];
+    const uint8_t *payload;
+    uint32_t head_len;
+    uint32_t payload_len;
+    uint32_t ddgst_len;
+    uint32_t sent;
+    uint32_t slot;        /* SLOT_NONE for a PDU of no command */
+    uint8_t ddgst[KVDEV_PDU_DIGEST_BYTES];
+    uint8_t is_capsule;
+    uint8_t ends_r2t;
+};
+
+struct r2t {
+    uint32_t slot;
+    uint32_t offset;
+    uint32_t length;
+    uint32_t done; /* bytes put into H2CData PDUs */
+    uint16_t ttag;
+};
+
+struct kvdev_qpair {
+    struct kvdev_qpair_params params;
+    struct kvdev_pdu_rx rx;
+    struct kvdev_qpair_fault fault;
+    struct kvdev_qpair_info counters; /* only its counter fields are kept up to date */
+    int fd;
+    uint32_t state;
+    int is_ic_done;
+    int is_draining;      /* dead, H2CTermReq sent, waiting for the controller to close */
+    uint64_t drain_deadline_ns;
+    kvdev_qpair_done_fn *done;
+    void *owner;
+    atomic_uint holders;
+
+    struct request *requests;
+    uint16_t *free_ring;  /* first in, first out: a slot rests as long as possible before its next generation */
+    uint32_t slot_count;
+    uint32_t free_head;
+    uint32_t free_count;
+    uint32_t outstanding;
+    uint32_t in_flight_bytes;
+    uint64_t deadline_min_ns; /* no command is due earlier */
+    uint32_t rx_slot;     /* whose payload is being received */
+    uint16_t sqhd;
+
+    struct tx_item *tx;
+    uint32_t tx_mask;
+    uint32_t tx_head;
+    uint32_t tx_tail;
+    uint32_t h2c_items;
+    int is_tx_blocked;
+
+    struct r2t *r2ts;
+    uint32_t r2t_mask;
+    uint32_t r2t_head;
+    uint32_t r2t_tail;
+
+    uint8_t *ring;
+    uint32_t ring_size;
+    uint32_t ring_pos;
+    uint32_t ring_len;
+};
+
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * NS_PER_S + (uint64_t)t.tv_nsec;
+}
+
+static uint64_t add_ns(uint64_t a, uint64_t b)
+{
+    return a > UINT64_MAX - b ? UINT64_MAX : a + b;
+}
+
+static uint32_t power_of_two_at_least(uint32_t n)
+{
+    uint32_t p = 1;
+    while (p < n)
+        p <<= 1;
+    return p;
+}
+
+/* Waits for events on one descriptor until the deadline; 1 ready, 0 not. */
+static int wait_fd(int fd, short events, uint64_t deadline_ns)
+{
+    for (;;) {
+        uint64_t now = now_ns();
+        uint64_t left = now >= deadline_ns ? 0 : deadline_ns - now;
+        struct pollfd pfd = { .fd = fd, .events = events };
+        struct timespec ts = { .tv_sec = (time_t)(left / NS_PER_S), .tv_nsec = (long)(left % NS_PER_S) };
+        if (left / NS_PER_S > 1000000)
+            ts.tv_sec = 1000000;
+        int n = ppoll(&pfd, 1, &ts, NULL);
+        if (n > 0)
+            return 1;
+        if (n < 0 && errno == EINTR && left)
+            continue;
+        return 0;
+    }
+}
+
+/* ---- life ---- */
+
+int kvdev_qpair_create(const struct kvdev_qpair_params *params, struct kvdev_qpair **ret)
+{
+    *ret = NULL;
+    if (params->queue_size < 2 || params->queue_size > QUEUE_SIZE_MAX || params->hpda > 31 ||
+        params->maxr2t_0based > 15 || params->header_digest > KVDEV_DIGEST_REQUIRE ||
+        params->data_digest > KVDEV_DIGEST_REQUIRE)
+        return -EINVAL;
+    struct kvdev_qpair *qp = calloc(1, sizeof *qp);
+    if (!qp)
+        return -ENOMEM;
+    qp->params = *params;
+    qp->fd = -1;
+    qp->slot_count = params->queue_size - 1u; /* Base 3.3.2: one SQ entry stays empty */
+    qp->ring_size = params->qid ? RX_RING_IO_BYTES : RX_RING_ADMIN_BYTES;
+    qp->deadline_min_ns = UINT64_MAX;
+    qp->rx_slot = SLOT_NONE;
+    atomic_init(&qp->holders, 1);
+    uint32_t tx_size = power_of_two_at_least(qp->slot_count + H2C_ITEMS_MAX + 1u);
+    uint32_t r2t_size = power_of_two_at_least(qp->slot_count * (params->maxr2t_0based + 1u));
+    qp->tx_mask = tx_size - 1u;
+    qp->r2t_mask = r2t_size - 1u;
+    qp->requests = calloc(qp->slot_count, sizeof *qp->requests);
+    qp->free_ring = calloc(qp->slot_count, sizeof *qp->free_ring);
+    qp->tx = calloc(tx_size, sizeof *qp->tx);
+    qp->r2ts = calloc(r2t_size, sizeof *qp->r2ts);
+    qp->ring = malloc(qp->ring_size);
+    if (!qp->requests || !qp->free_ring || !qp->tx || !qp->r2ts || !qp->ring) {
+        kvdev_qpair_destroy(qp);
+        return -ENOMEM;
+    }
+    for (uint32_t i = 0; i < qp->slot_count; i++)
+        qp->free_ring[i] = (uint16_t)i;
+    qp->free_count = qp->slot_count;
+    *ret = qp;
+    return 0;
+}
+
+void kvdev_qpair_hold(struct kvdev_qpair *qp)
+{
+    atomic_fetch_add(&qp->holders, 1);
+}
+
+static void socket_close(struct kvdev_qpair *qp, int is_reset)
+{
+    if (qp->fd < 0)
+        return;
+    if (is_reset) {
+        struct linger hard = { .l_onoff = 1, .l_linger = 0 };
+        setsockopt(qp->fd, SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
+    }
+    close(qp->fd);
+    qp->fd = -1;
+    qp->is_draining = 0;
+}
+
+/* Reads and forgets what the peer still sends, so that closing does not reset away our H2CTermReq. */
+static void drain(struct kvdev_qpair *qp, uint64_t now)
+{
+    for (int i = 0; i < 16 && qp->is_draining; i++) {
+        ssize_t n = recv(qp->fd, qp->ring, qp->ring_size, MSG_DONTWAIT);
+        if (n > 0)
+            continue;
+        if (n == 0 || (errno != EAGAIN && errno != EINTR) || now >= qp->drain_deadline_ns)
+            socket_close(qp, 0);
+        return;
+    }
+}
+
+void kvdev_qpair_destroy(struct kvdev_qpair *qp)
+{
+    if (!qp || atomic_fetch_sub(&qp->holders, 1) != 1)
+        return;
+    qp->done = NULL;
+    if (qp->is_draining) {
+        uint64_t deadline = add_ns(now_ns(), TERM_WAIT_NS);
+        while (qp->is_draining && wait_fd(qp->fd, POLLIN, deadline) && now_ns() < deadline)
+            drain(qp, 0);
+    }
+    kvdev_qpair_close(qp);
+    free(qp->requests);
+    free(qp->free_ring);
+    free(qp->tx);
+    free(qp->r2ts);
+    free(qp->ring);
+    free(qp);
+}
+
+void kvdev_qpair_owner_set(struct kvdev_qpair *qp, kvdev_qpair_done_fn *done, void *owner)
+{
+    qp->done = done;
+    qp->owner = owner;
+}
+
+void kvdev_qpair_in_capsule_set(struct kvdev_qpair *qp, uint32_t size_bytes)
+{
+    qp->params.in_capsule_size_bytes = size_bytes;
+}
+
+/* ---- completion ---- */
+
+static void slot_free(struct kvdev_qpair *qp, uint32_t slot)
+{
+    uint32_t tail = qp->free_head + qp->free_count;
+    if (tail >= qp->slot_count)
+        tail -= qp->slot_count;
+    qp->free_ring[tail] = (uint16_t)slot;
+    qp->free_count++;
+}
+
+static void request_finish(struct kvdev_qpair *qp, uint32_t slot, int error)
+{
+    struct request *req = &qp->requests[slot];
+    uint64_t cookie = req->cookie;
+    uint64_t send_ns = req->state == REQUEST_QUEUED ? 0 : req->send_ns;
+    uint8_t cqe[KVDEV_CQE_BYTES];
+    memcpy(cqe, req->cqe, sizeof cqe);
+    qp->outstanding--;
+    qp->in_flight_bytes -= req->cmd.length;
+    req->state = REQUEST_FREE;
+    req->data = NULL;
+    slot_free(qp, slot);
+    if (qp->done)
+        qp->done(qp->owner, cookie, error, cqe, send_ns, now_ns());
+}
+
+/* Forgets R2Ts of a command that ended before they were served (TCP 3.3.2.2). */
+static void r2ts_drop(struct kvdev_qpair *qp, uint32_t slot)
+{
+    uint32_t kept = qp->r2t_head;
+    for (uint32_t i = qp->r2t_head; i != qp->r2t_tail; i++) {
+        struct r2t entry = qp->r2ts[i & qp->r2t_mask];
+        if (entry.slot != slot)
+            qp->r2ts[kept++ & qp->r2t_mask] = entry;
+    }
+    qp->r2t_tail = kept;
+}
+
+/* Empties queued PDUs of a command that has ended; one that is half sent must go on to its end. */
+static void tx_items_drop(struct kvdev_qpair *qp, uint32_t slot)
+{
+    for (uint32_t i = qp->tx_head; i != qp->tx_tail; i++) {
+        struct tx_item *item = &qp->tx[i & qp->tx_mask];
+        if (item->slot != slot || item->sent)
+            continue;
+        item->head_len = item->payload_len = item->ddgst_len = 0;
+        item->slot = SLOT_NONE;
+        qp->requests[slot].tx_items--;
+    }
+}
+
+/* The controller has completed the command: cqe is checked against what really moved. */
+static void request_complete(struct kvdev_qpair *qp, uint32_t slot, const uint8_t *wire_cqe)
+{
+    struct request *req = &qp->requests[slot];
+    int error = 0;
+    uint16_t status_p = kvdev_load_le16(wire_cqe + 14);
+    memcpy(req->cqe, wire_cqe, sizeof req->cqe);
+    if ((status_p >> 1 & 0x7ff) == 0) {
+        int has_moved_all = req->cmd.direction == KVDEV_DIR_C2H ? kvdev_pdu_cmd_is_complete(&req->cmd)
+                            : req->cmd.direction == KVDEV_DIR_H2C
+                                ? req->cmd.requested == req->cmd.length && !req->cmd.r2t_count && !req->tx_items
+                                : 1;
+        if (req->has_ddgst_error) {
+            /* TCP 3.5: the data is not what was sent, whatever the controller says; the connection is sound. */
+            kvdev_store_le16(req->cqe + 14, STATUS_TRANSIENT << 1);
+            qp->counters.ddgst_errors++;
+            error = -EIO;
+        } else if (!has_moved_all) {
+            kvdev_store_le16(req->cqe + 14, STATUS_TRANSFER_ERROR << 1);
+            qp->counters.short_transfers++;
+            error = -EIO;
+        }
+    }
+    if (req->cmd.r2t_count)
+        r2ts_drop(qp, slot);
+    if (req->tx_items)
+        tx_items_drop(qp, slot);
+    if (req->tx_items) {
+        req->state = REQUEST_HELD;
+        req->held_error = error;
+        return;
+    }
+    request_finish(qp, slot, error);
+}
+
+/* ---- death ---- */
+
+static void name_copy(char *dst, size_t size, const char *src)
+{
+    snprintf(dst, size, "%s", src ? src : "");
+}
+
+static void term_send(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fault)
+{
+    uint8_t term[KVDEV_PDU_BUILD_MAX];
+    size_t len = kvdev_pdu_build_term(term, &qp->rx, fault);
+    /* Inside a half-sent PDU a Term PDU would be taken for its data: then only the reset speaks. */
+    if (!len || qp->fd < 0 || (qp->tx_head != qp->tx_tail && qp->tx[qp->tx_head & qp->tx_mask].sent))
+        return;
+    ssize_t n = send(qp->fd, term, len, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n != (ssize_t)len)
+        return;
+    qp->fault.is_term_sent = 1;
+    shutdown(qp->fd, SHUT_WR);
+    qp->is_draining = 1;
+    qp->drain_deadline_ns = add_ns(qp->fault.at_ns, DRAIN_NS);
+}
+
+static void die(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fault)
+{
+    uint64_t now = qp->fault.at_ns;
+    qp->state = KVDEV_QPAIR_DEAD;
+    qp->ring_pos = qp->ring_len = 0;
+    if (fault)
+        term_send(qp, fault);
+    if (!qp->is_draining)
+        socket_close(qp, qp->outstanding != 0);
+    qp->tx_head = qp->tx_tail;
+    qp->r2t_head = qp->r2t_tail;
+    qp->h2c_items = 0;
+    for (uint32_t slot = 0; slot < qp->slot_count; slot++) {
+        struct request *req = &qp->requests[slot];
+        if (req->state == REQUEST_FREE)
+            continue;
+        if (req->state == REQUEST_HELD) {
+            request_finish(qp, slot, req->held_error);
+            continue;
+        }
+        int is_overdue = qp->fault.kind == KVDEV_FAULT_TIMEOUT && req->deadline_ns <= now;
+        memset(req->cqe, 0, sizeof req->cqe);
+        request_finish(qp, slot, is_overdue ? -ETIMEDOUT : -ENOTCONN);
+    }
+}
+
+static void fault_begin(struct kvdev_qpair *qp, uint32_t kind, int error, const char *operation)
+{
+    memset(&qp->fault, 0, sizeof qp->fault);
+    qp->fault.kind = kind;
+    qp->fault.error = error;
+    qp->fault.cid = CID_NONE;
+    qp->fault.at_ns = now_ns();
+    name_copy(qp->fault.operation, sizeof qp->fault.operation, operation);
+}
+
+void kvdev_qpair_kill(struct kvdev_qpair *qp, uint32_t kind, int error, const char *operation)
+{
+    if (qp->state == KVDEV_QPAIR_DEAD)
+        return;
+    fault_begin(qp, kind, error, operation);
+    die(qp, NULL);
+}
+
+static void kill_fault(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fault, uint32_t kind, int error,
+                       const char *field)
+{
+    if (qp->state == KVDEV_QPAIR_DEAD)
+        return;
+    fault_begin(qp, kind, error, qp->is_ic_done ? "receive" : "ICResp");
+    qp->fault.fes = fault->fes;
+    qp->fault.fei = fault->fei;
+    qp->fault.pdu_type = fault->pdu_type;
+    qp->fault.field_offset = fault->field_offset;
+    qp->fault.expected = fault->expected;
+    qp->fault.actual = fault->actual;
+    if (qp->rx.pdu.type == fault->pdu_type && qp->is_ic_done)
+        qp->fault.cid = qp->rx.pdu.cccid;
+    name_copy(qp->fault.field, sizeof qp->fault.field, field);
+    die(qp, fault);
+}
+
+static void kill_protocol(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fault)
+{
+    kill_fault(qp, fault, fault->fes == KVDEV_FES_HDGST ? KVDEV_FAULT_DIGEST : KVDEV_FAULT_PROTOCOL, -EPROTO,
+               kvdev_pdu_rule_field(fault->rule));
+}
+
+void kvdev_qpair_close(struct kvdev_qpair *qp)
+{
+    if (qp->state != KVDEV_QPAIR_DEAD)
+        kvdev_qpair_kill(qp, KVDEV_FAULT_LOCAL, -ENOTCONN, "close");
+    socket_close(qp, 0);
+}
+
+/* ---- starting a command ---- */
+
+static int start(struct kvdev_qpair *qp, const uint8_t *sqe, void *data, const uint8_t *inline_data, uint32_t len,
+                 uint32_t direction, uint64_t cookie, uint64_t deadline_ns)
+{
+    if (qp->state != KVDEV_QPAIR_READY)
+        return -ENOTCONN;
+    if ((direction == KVDEV_DIR_NONE) != (len == 0) || len & 3 || direction > KVDEV_DIR_H2C)
+        return -EINVAL;
+    if (!qp->free_count)
+        return -EAGAIN;
+    uint32_t slot = qp->free_ring[qp->free_head];
+    qp->free_head = qp->free_head + 1 == qp->slot_count ? 0 : qp->free_head + 1;
+    qp->free_count--;
+
+    struct request *req = &qp->requests[slot];
+    memset(&req->cmd, 0, sizeof req->cmd);
+    if (inline_data) {
+        memcpy(req->inline_data, inline_data, len);
+        data = req->inline_data;
+    }
+    req->generation = (uint8_t)((req->generation + 1) & 0xf);
+    req->cid = (uint16_t)((uint32_t)req->generation << 12 | slot);
+    req->cmd.length = len;
+    req->cmd.direction = (uint8_t)direction;
+    req->data = data;
+    req->cookie = cookie;
+    req->deadline_ns = deadline_ns ? deadline_ns : UINT64_MAX;
+    req->send_ns = 0;
+    req->opcode = sqe[0];
+    req->has_ddgst_error = 0;
+    req->tx_items = 1;
+    req->state = REQUEST_QUEUED;
+
+    int is_admin = !qp->params.qid || sqe[0] == OPC_FABRICS;
+    uint32_t in_capsule_max = is_admin ? KVDEV_PDU_IN_CAPSULE_ADMIN : qp->params.in_capsule_size_bytes;
+    int is_in_capsule = direction == KVDEV_DIR_H2C && len <= in_capsule_max;
+    uint8_t out[KVDEV_SQE_BYTES];
+    memcpy(out, sqe, sizeof out);
+    out[1] = (uint8_t)((sqe[1] & 0x3f) | KVDEV_SQE_PSDT_SGL);
+    kvdev_store_le16(out + 2, req->cid);
+    memset(out + 24, 0, 16);
+    kvdev_store_le32(out + 32, len);
+    out[39] = is_in_capsule ? KVDEV_SGL_IN_CAPSULE : KVDEV_SGL_TRANSPORT;
+
+    struct tx_item *item = &qp->tx[qp->tx_tail++ & qp->tx_mask];
+    item->head_len =
+        (uint32_t)kvdev_pdu_build_capsule_cmd(item->head, &qp->rx.link, out, is_in_capsule ? len : 0);
+    item->slot = slot;
+    item->sent = 0;
+    item->is_capsule = 1;
+    item->ends_r2t = 0;
+    item->payload = is_in_capsule ? data : NULL;
+    item->payload_len = is_in_capsule ? len : 0;
+    item->ddgst_len = 0;
+    if (is_in_capsule) {
+        req->cmd.requested = len;
+        if (qp->rx.link.ddgst) {
+            kvdev_pdu_build_ddgst(item->ddgst, kvdev_crc32c(0, data, len));
+            item->ddgst_len = KVDEV_PDU_DIGEST_BYTES;
+        }
+    }
+    qp->outstanding++;
+    qp->in_flight_bytes += len;
+    qp->counters.commands++;
+    if (req->deadline_ns < qp->deadline_min_ns)
+        qp->deadline_min_ns = req->deadline_ns;
+    return 0;
+}
+
+int kvdev_qpair_start(struct kvdev_qpair *qp, const uint8_t *sqe, void *data, uint32_t len, uint32_t direction,
+                      uint64_t cookie, uint64_t deadline_ns)
+{
+    return start(qp, sqe, data, NULL, len, direction, cookie, deadline_ns);
+}
+
+int kvdev_qpair_start_inline(struct kvdev_qpair *qp, const uint8_t *sqe, const uint8_t *data, uint32_t len,
+                             uint64_t cookie, uint64_t deadline_ns)
+{
+    if (len > sizeof qp->requests[0].inline_data)
+        return -EINVAL;
+    return start(qp, sqe, NULL, data, len, KVDEV_DIR_H2C, cookie, deadline_ns);
+}
+
+/* ---- sending ---- */
+
+/* Turns granted R2Ts into H2CData PDUs while there is room, in the order the R2Ts came. */
+static void h2c_fill(struct kvdev_qpair *qp)
+{
+    while (qp->r2t_head != qp->r2t_tail && qp->h2c_items < H2C_ITEMS_MAX) {
+        struct r2t *r2t = &qp->r2ts[qp->r2t_head & qp->r2t_mask];
+        struct request *req = &qp->requests[r2t->slot];
+        uint32_t left = r2t->length - r2t->done;
+        uint32_t limit = qp->rx.link.maxh2cdata < H2C_PDU_BYTES_MAX ? qp->rx.link.maxh2cdata : H2C_PDU_BYTES_MAX;
+        uint32_t len = left < limit ? left : limit;
+        int is_last = len == left;
+        uint32_t offset = r2t->offset + r2t->done;
+        struct tx_item *item = &qp->tx[qp->tx_tail++ & qp->tx_mask];
+        item->head_len = (uint32_t)kvdev_pdu_build_h2c_data(item->head, &qp->rx.link, req->cid, r2t->ttag, offset,
+                                                            len, is_last);
+        item->payload = req->data + offset;
+        item->payload_len = len;
+        item->ddgst_len = 0;
+        if (qp->rx.link.ddgst) {
+            kvdev_pdu_build_ddgst(item->ddgst, kvdev_crc32c(0, item->payload, len));
+            item->ddgst_len = KVDEV_PDU_DIGEST_BYTES;
+        }
+        item->slot = r2t->slot;
+        item->sent = 0;
+        item->is_capsule = 0;
+        item->ends_r2t = (uint8_t)is_last;
+        req->tx_items++;
+        qp->h2c_items++;
+        r2t->done += len;
+        if (is_last)
+            qp->r2t_head++;
+    }
+}
+
+static uint32_t item_size(const struct tx_item *item)
+{
+    return item->head_len + item->payload_len + item->ddgst_len;
+}
+
+/* Adds what is left of an item to the vector; returns the entries used. */
+static uint32_t item_iov(const struct tx_item *item, struct iovec *iov)
+{
+    uint32_t n = 0;
+    uint32_t skip = item->sent;
+    const uint8_t *parts[3] = { item->head, item->payload, item->ddgst };
+    const uint32_t lens[3] = { item->head_len, item->payload_len, item->ddgst_len };
+    for (int i = 0; i < 3; i++) {
+        if (skip >= lens[i]) {
+            skip -= lens[i];
+            continue;
+        }
+        iov[n].iov_base = (void *)(uintptr_t)(parts[i] + skip);
+        iov[n].iov_len = lens[i] - skip;
+        skip = 0;
+        n++;
+    }
+    return n;
+}
+
+static void item_sent(struct kvdev_qpair *qp, struct tx_item *item)
+{
+    if (!item->is_capsule)
+        qp->h2c_items--;
+    if (item->slot == SLOT_NONE)
+        return;
+    struct request *req = &qp->requests[item->slot];
+    req->tx_items--;
+    if (item->ends_r2t && req->cmd.r2t_count)
+        req->cmd.r2t_count--;
+    if (req->state == REQUEST_HELD && !req->tx_items)
+        request_finish(qp, item->slot, req->held_error);
+}
+
+static void tx_advance(struct kvdev_qpair *qp, size_t sent, uint64_t now)
+{
+    while (qp->tx_head != qp->tx_tail) {
+        struct tx_item *item = &qp->tx[qp->tx_head & qp->tx_mask];
+        uint32_t left = item_size(item) - item->sent;
+        uint32_t part = sent < left ? (uint32_t)sent : left;
+        item->sent += part;
+        sent -= part;
+        if (item->is_capsule && item->slot != SLOT_NONE && item->sent >= item->head_len) {
+            struct request *req = &qp->requests[item->slot];
+            if (req->state == REQUEST_QUEUED) {
+                req->state = REQUEST_SENT;
+                req->send_ns = now;
+            }
+        }
+        if (part < left)
+            return;
+        qp->tx_head++;
+        item_sent(qp, item);
+    }
+}
+
+int kvdev_qpair_send(struct kvdev_qpair *qp, uint64_t now)
+{
+    int has_moved = 0;
+    while (qp->state == KVDEV_QPAIR_READY) {
+        h2c_fill(qp);
+        if (qp->tx_head == qp->tx_tail) {
+            qp->is_tx_blocked = 0;
+            return has_moved;
+        }
+        struct iovec iov[IOV_COUNT_MAX];
+        uint32_t n = 0;
+        uint32_t i = qp->tx_head;
+        for (; i != qp->tx_tail && n + 3 <= IOV_COUNT_MAX; i++)
+            n += item_iov(&qp->tx[i & qp->tx_mask], iov + n);
+        int has_more = i != qp->tx_tail || qp->r2t_head != qp->r2t_tail;
+        struct msghdr msg = { .msg_iov = iov, .msg_iovlen = n };
+        ssize_t sent = 0;
+        if (n) {
+            sent = sendmsg(qp->fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL | (has_more ? MSG_MORE : 0));
+            qp->counters.tx_calls++;
+        }
+        if (sent < 0) {
+            if (errno == EINTR)
+                continue;
+            if (errno == EAGAIN || errno == ENOBUFS) {
+                qp->is_tx_blocked = 1;
+                return has_moved;
+            }
+            kvdev_qpair_kill(qp, KVDEV_FAULT_SOCKET, -errno, "send");
+            return 1;
+        }
+        qp->counters.tx_bytes += (uint64_t)sent;
+        has_moved = 1;
+        tx_advance(qp, (size_t)sent, now);
+    }
+    return has_moved;
+}
+
+/* ---- receiving ---- */
+
+/* The slot of an outstanding command the controller knows; SLOT_NONE for any other CID. */
+static uint32_t slot_of(const struct kvdev_qpair *qp, uint16_t cid)
+{
+    uint32_t slot = cid & 0xfffu;
+    if (slot >= qp->slot_count || qp->requests[slot].state != REQUEST_SENT || qp->requests[slot].cid != cid)
+        return SLOT_NONE;
+    return slot;
+}
+
+static void on_capsule_resp(struct kvdev_qpair *qp)
+{
+    const uint8_t *cqe = qp->rx.head + 8;
+    uint16_t cid = kvdev_load_le16(cqe + 12);
+    uint32_t slot = slot_of(qp, cid);
+    if (slot == SLOT_NONE) {
+        struct kvdev_pdu_fault fault;
+        kvdev_pdu_fault_set(&fault, KVDEV_RULE_RESP_CID, qp->rx.pdu.type, 0, cid);
+        kvdev_pdu_rx_fail(&qp->rx, &fault);
+        kill_protocol(qp, &fault);
+        return;
+    }
+    uint16_t sqhd = kvdev_load_le16(cqe + 8);
+    qp->sqhd = sqhd;
+    request_complete(qp, slot, cqe);
+}
+
+static void on_c2h_data(struct kvdev_qpair *qp)
+{
+    struct kvdev_pdu_fault fault;
+    uint32_t slot = slot_of(qp, qp->rx.pdu.cccid);
+    struct kvdev_pdu_cmd *cmd = slot == SLOT_NONE ? NULL : &qp->requests[slot].cmd;
+    if (kvdev_pdu_cmd_c2h(cmd, &qp->rx.pdu, &fault)) {
+        kvdev_pdu_rx_fail(&qp->rx, &fault);
+        kill_protocol(qp, &fault);
+        return;
+    }
+    qp->rx_slot = slot;
+    kvdev_pdu_rx_set_payload(&qp->rx, qp->requests[slot].data + qp->rx.pdu.datao);
+}
+
+static void on_r2t(struct kvdev_qpair *qp)
+{
+    struct kvdev_pdu_fault fault;
+    uint32_t slot = slot_of(qp, qp->rx.pdu.cccid);
+    struct kvdev_pdu_cmd *cmd = slot == SLOT_NONE ? NULL : &qp->requests[slot].cmd;
+    if (kvdev_pdu_cmd_r2t(cmd, &qp->rx.pdu, qp->params.maxr2t_0based, &fault)) {
+        kvdev_pdu_rx_fail(&qp->rx, &fault);
+        kill_protocol(qp, &fault);
+        return;
+    }
+    /* Room is certain: cmd_r2t keeps every command under MAXR2T + 1, and the ring holds that for each slot. */
+    struct r2t *r2t = &qp->r2ts[qp->r2t_tail++ & qp->r2t_mask];
+    r2t->slot = slot;
+    r2t->ttag = qp->rx.pdu.ttag;
+    r2t->offset = qp->rx.pdu.datao;
+    r2t->length = qp->rx.pdu.datal;
+    r2t->done = 0;
+}
+
+static void on_c2h_term(struct kvdev_qpair *qp)
+{
+    if (qp->state == KVDEV_QPAIR_DEAD)
+        return;
+    fault_begin(qp, KVDEV_FAULT_TERM, -ECONNRESET, qp->is_ic_done ? "receive" : "ICResp");
+    qp->fault.fes = qp->rx.pdu.fes;
+    qp->fault.fei = qp->rx.pdu.fei;
+    qp->fault.pdu_type = qp->rx.pdu.type;
+    die(qp, NULL);
+}
+
+static void on_data_done(struct kvdev_qpair *qp)
+{
+    uint32_t slot = qp->rx_slot;
+    qp->rx_slot = SLOT_NONE;
+    if (slot == SLOT_NONE)
+        return;
+    if (!qp->rx.ddgst_ok)
+        qp->requests[slot].has_ddgst_error = 1;
+    if (qp->rx.pdu.flags & KVDEV_PDU_FLAG_SUCCESS) {
+        /* TCP 3.3.2.1: stands for a completion with DW0 and status 0 and no SQHD update. */
+        uint8_t cqe[KVDEV_CQE_BYTES] = { 0 };
+        kvdev_store_le16(cqe + 12, qp->requests[slot].cid);
+        request_complete(qp, slot, cqe);
+    }
+}
+
+static void on_header(struct kvdev_qpair *qp)
+{
+    switch (qp->rx.pdu.type) {
+    case KVDEV_PDU_IC_RESP:
+        qp->is_ic_done = 1;
+        break;
+    case KVDEV_PDU_CAPSULE_RESP:
+        on_capsule_resp(qp);
+        break;
+    case KVDEV_PDU_C2H_DATA:
+        on_c2h_data(qp);
+        break;
+    case KVDEV_PDU_R2T:
+        on_r2t(qp);
+        break;
+    case KVDEV_PDU_C2H_TERM:
+        on_c2h_term(qp);
+        break;
+    default: /* the machine lets no other type through to a host */
+        break;
+    }
+}
+
+static void on_event(struct kvdev_qpair *qp, int event)
+{
+    switch (event) {
+    case KVDEV_PDU_HEADER:
+        on_header(qp);
+        break;
+    case KVDEV_PDU_DATA_DONE:
+        on_data_done(qp);
+        break;
+    case KVDEV_PDU_FAULT:
+        kill_protocol(qp, &qp->rx.fault);
+        break;
+    default:
+        break;
+    }
+}
+
+static void parse_ring(struct kvdev_qpair *qp)
+{
+    while (qp->ring_pos < qp->ring_len) {
+        size_t used = 0;
+        int event = kvdev_pdu_rx_step(&qp->rx, qp->ring + qp->ring_pos, qp->ring_len - qp->ring_pos, &used);
+        qp->ring_pos += (uint32_t)used;
+        on_event(qp, event);
+    }
+    qp->ring_pos = qp->ring_len = 0;
+}
+
+/* One read: what is missing of the payload straight to its place, and what follows into the ring. */
+static ssize_t read_once(struct kvdev_qpair *qp, size_t *asked)
+{
+    uint8_t *dst = NULL;
+    size_t want = 0;
+    struct iovec iov[2];
+    int n = 0;
+    kvdev_pdu_rx_payload_want(&qp->rx, &dst, &want);
+    if (want) {
+        iov[n].iov_base = dst;
+        iov[n].iov_len = want;
+        n++;
+    }
+    iov[n].iov_base = qp->ring;
+    iov[n].iov_len = want >= RX_TAIL_FULL_UNDER ? RX_TAIL_BYTES : qp->ring_size;
+    *asked = want + iov[n].iov_len;
+    n++;
+    ssize_t got = readv(qp->fd, iov, n);
+    qp->counters.rx_calls++;
+    if (got <= 0)
+        return got;
+    qp->counters.rx_bytes += (uint64_t)got;
+    size_t landed = (size_t)got < want ? (size_t)got : want;
+    qp->ring_len = (uint32_t)((size_t)got - landed);
+    if (landed)
+        on_event(qp, kvdev_pdu_rx_payload_landed(&qp->rx, landed));
+    return got;
+}
+
+static int receive(struct kvdev_qpair *qp)
+{
+    size_t total = 0;
+    while (qp->fd >= 0 && !qp->is_draining && total < RX_BUDGET_BYTES) {
+        size_t asked = 0;
+        ssize_t got = read_once(qp, &asked);
+        if (got < 0) {
+            if (errno == EINTR)
+                continue;
+            if (errno == EAGAIN) {
+                qp->counters.rx_empty_calls++;
+                break;
+            }
+            kvdev_qpair_kill(qp, KVDEV_FAULT_SOCKET, -errno, qp->is_ic_done ? "receive" : "ICResp");
+            return 1;
+        }
+        if (got == 0) {
+            kvdev_qpair_kill(qp, KVDEV_FAULT_CLOSED, -ECONNRESET, qp->is_ic_done ? "receive" : "ICResp");
+            return 1;
+        }
+        total += (size_t)got;
+        parse_ring(qp);
+        /* A short read emptied the socket: asking again would only cost a call. */
+        if ((size_t)got < asked)
+            break;
+    }
+    return total != 0;
+}
+
+int kvdev_qpair_receive(struct kvdev_qpair *qp)
+{
+    if (qp->is_draining)
+        drain(qp, now_ns());
+    return qp->state == KVDEV_QPAIR_READY ? receive(qp) : 0;
+}
+
+uint64_t kvdev_qpair_deadlines(struct kvdev_qpair *qp, uint64_t now)
+{
+    if (now < qp->deadline_min_ns)
+        return qp->deadline_min_ns;
+    uint64_t next = UINT64_MAX;
+    for (uint32_t slot = 0; slot < qp->slot_count; slot++) {
+        const struct request *req = &qp->requests[slot];
+        if (req->state == REQUEST_FREE)
+            continue;
+        if (req->deadline_ns <= now) {
+            char operation[sizeof qp->fault.operation];
+            snprintf(operation, sizeof operation, "%s 0x%02x",
+                     !qp->params.qid && req->opcode == OPC_KEEP_ALIVE ? "keep alive" : "command", req->opcode);
+            uint16_t cid = req->cid;
+            kvdev_qpair_kill(qp, KVDEV_FAULT_TIMEOUT, -ETIMEDOUT, operation);
+            qp->fault.cid = cid;
+            qp->deadline_min_ns = UINT64_MAX;
+            return UINT64_MAX;
+        }
+        if (req->deadline_ns < next)
+            next = req->deadline_ns;
+    }
+    qp->deadline_min_ns = next;
+    return next;
+}
+
+/* ---- connecting ---- */
+
+static void address_text(const struct sockaddr_storage *ss, char *text, size_t size)
+{
+    char host[INET6_ADDRSTRLEN + IF_NAMESIZE + 2];
+    char port[8];
+    if (getnameinfo((const struct sockaddr *)ss, sizeof *ss, host, sizeof host, port, sizeof port,
+                    NI_NUMERICHOST | NI_NUMERICSERV))
+        name_copy(text, size, "?");
+    else
+        snprintf(text, size, ss->ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
+}
+
+static int socket_open(struct kvdev_qpair *qp, const struct addrinfo *info, uint64_t deadline)
+{
+    int one = 1;
+    qp->fd = socket(info->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP);
+    if (qp->fd < 0)
+        return -errno;
+    setsockopt(qp->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    if (qp->params.rcvbuf_size_bytes) {
+        int size = (int)qp->params.rcvbuf_size_bytes;
+        setsockopt(qp->fd, SOL_SOCKET, SO_RCVBUF, &size, sizeof size);
+    }
+    if (qp->params.sndbuf_size_bytes) {
+        int size = (int)qp->params.sndbuf_size_bytes;
+        setsockopt(qp->fd, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+    }
+    if (connect(qp->fd, info->ai_addr, info->ai_addrlen) && errno != EINPROGRESS)
+        return -errno;
+    if (!wait_fd(qp->fd, POLLOUT, deadline))
+        return -ETIMEDOUT;
+    int error = 0;
+    socklen_t len = sizeof error;
+    if (getsockopt(qp->fd, SOL_SOCKET, SO_ERROR, &error, &len))
+        return -errno;
+    if (error)
+        return -error;
+    struct sockaddr_storage local = { 0 };
+    struct sockaddr_storage peer = { 0 };
+    len = sizeof local;
+    getsockname(qp->fd, (struct sockaddr *)&local, &len);
+    len = sizeof peer;
+    if (getpeername(qp->fd, (struct sockaddr *)&peer, &len))
+        return -errno;
+    address_text(&local, qp->counters.local_address, sizeof qp->counters.local_address);
+    address_text(&peer, qp->counters.peer_address, sizeof qp->counters.peer_address);
+    /* A dead local port out of the ephemeral range can be met by our own socket: nobody else is there. */
+    if (!strcmp(qp->counters.local_address, qp->counters.peer_address))
+        return -ECONNREFUSED;
+    return 0;
+}
+
+static int digests_check(struct kvdev_qpair *qp)
+{
+    const char *field = NULL;
+    if (qp->params.header_digest == KVDEV_DIGEST_REQUIRE && !qp->rx.link.hdgst)
+        field = "header digest";
+    else if (qp->params.data_digest == KVDEV_DIGEST_REQUIRE && !qp->rx.link.ddgst)
+        field = "data digest";
+    if (!field)
+        return 0;
+    struct kvdev_pdu_fault fault = { .fes = KVDEV_FES_UNSUPPORTED,
+                                     .fei = 11,
+                                     .field_offset = 11,
+                                     .pdu_type = KVDEV_PDU_IC_RESP,
+                                     .expected = (uint64_t)((qp->params.header_digest == KVDEV_DIGEST_REQUIRE) |
+                                                            (qp->params.data_digest == KVDEV_DIGEST_REQUIRE) << 1),
+                                     .actual = qp->rx.pdu.dgst };
+    kill_fault(qp, &fault, KVDEV_FAULT_REFUSED, -ENOPROTOOPT, field);
+    return -ENOPROTOOPT;
+}
+
+static int ic_exchange(struct kvdev_qpair *qp, uint64_t deadline)
+{
+    struct kvdev_pdu_link link = { .hdgst = qp->params.header_digest != KVDEV_DIGEST_OFF,
+                                   .ddgst = qp->params.data_digest != KVDEV_DIGEST_OFF,
+                                   .recv_pda = qp->params.hpda,
+                                   .maxr2t = qp->params.maxr2t_0based };
+    int error = kvdev_pdu_rx_init(&qp->rx, KVDEV_PDU_HOST, &link);
+    if (error)
+        return error;
+    uint8_t request[KVDEV_PDU_BUILD_MAX];
+    size_t len = kvdev_pdu_build_ic_req(request, &link);
+    ssize_t sent = send(qp->fd, request, len, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent != (ssize_t)len) {
+        /* A fresh socket takes 128 bytes at once or is broken. */
+        kvdev_qpair_kill(qp, KVDEV_FAULT_SOCKET, sent < 0 ? -errno : -EPIPE, "ICReq");
+        return qp->fault.error;
+    }
+    qp->counters.tx_bytes += len;
+    while (!qp->is_ic_done && qp->state != KVDEV_QPAIR_DEAD) {
+        if (!wait_fd(qp->fd, POLLIN, deadline)) {
+            kvdev_qpair_kill(qp, KVDEV_FAULT_TIMEOUT, -ETIMEDOUT, "ICResp");
+            break;
+        }
+        receive(qp);
+    }
+    if (qp->state == KVDEV_QPAIR_DEAD)
+        return qp->fault.error;
+    return digests_check(qp);
+}
+
+int kvdev_qpair_connect(struct kvdev_qpair *qp, const char *address, uint16_t port, uint64_t timeout_ns)
+{
+    if (qp->state != KVDEV_QPAIR_IDLE || qp->fd >= 0)
+        return -EINVAL;
+    uint64_t deadline = add_ns(now_ns(), timeout_ns);
+    char service[8];
+    snprintf(service, sizeof service, "%u", port);
+    struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV };
+    struct addrinfo *info = NULL;
+    if (getaddrinfo(address, service, &hints, &info) || !info)
+        return -EINVAL;
+    int error = socket_open(qp, info, deadline);
+    freeaddrinfo(info);
+    if (error) {
+        kvdev_qpair_kill(qp, error == -ETIMEDOUT ? KVDEV_FAULT_TIMEOUT : KVDEV_FAULT_SOCKET, error, "connect");
+        return error;
+    }
+    error = ic_exchange(qp, deadline);
+    if (error)
+        return error;
+    qp->state = KVDEV_QPAIR_READY;
+    return 0;
+}
+
+/* ---- one synchronous command ---- */
+
+struct sync_result {
+    int is_done;
+    int error;
+    uint8_t *cqe;
+};
+
+static void sync_done(void *owner, uint64_t cookie, int error, const uint8_t *cqe, uint64_t send_ns, uint64_t at_ns)
+{
+    struct sync_result *result = owner;
+    (void)send_ns;
+    (void)at_ns;
+    if (cookie != (uintptr_t)result)
+        return; /* a Keep Alive or event request of the owner before us */
+    result->is_done = 1;
+    result->error = error == -EIO ? 0 : error; /* -EIO: the verdict is in the CQE's status */
+    memcpy(result->cqe, cqe, KVDEV_CQE_BYTES);
+}
+
+int kvdev_qpair_execute(struct kvdev_qpair *qp, const uint8_t *sqe, void *data, uint32_t len, uint32_t direction,
+                        uint64_t timeout_ns, uint8_t *cqe)
+{
+    struct sync_result result = { .cqe = cqe };
+    if (qp->done)
+        return -EBUSY;
+    uint64_t deadline = add_ns(now_ns(), timeout_ns);
+    int error = kvdev_qpair_start(qp, sqe, data, len, direction, (uintptr_t)&result, deadline);
+    if (error)
+        return error;
+    kvdev_qpair_owner_set(qp, sync_done, &result);
+    while (!result.is_done) {
+        uint64_t now = now_ns();
+        kvdev_qpair_send(qp, now);
+        kvdev_qpair_receive(qp);
+        if (!result.is_done)
+            kvdev_qpair_deadlines(qp, now);
+        if (result.is_done)
+            break;
+        short events = 0;
+        int fd = kvdev_qpair_wait_fd(qp, &events);
+        wait_fd(fd, events, deadline);
+    }
+    kvdev_qpair_owner_set(qp, NULL, NULL);
+    if (result.error == -ENOTCONN && qp->fault.error)
+        return qp->fault.error;
+    return result.error;
+}
+
+/* ---- reading state ---- */
+
+void kvdev_qpair_info_read(const struct kvdev_qpair *qp, struct kvdev_qpair_info *ret)
+{
+    *ret = qp->counters;
+    ret->state = qp->state;
+    ret->maxh2cdata = qp->rx.link.maxh2cdata;
+    ret->outstanding_count = qp->outstanding;
+    ret->in_flight_bytes = qp->in_flight_bytes;
+    ret->qid = qp->params.qid;
+    ret->queue_size = qp->params.queue_size;
+    ret->cpda = qp->rx.link.send_pda;
+    ret->hdgst = qp->is_ic_done && qp->rx.link.hdgst;
+    ret->ddgst = qp->is_ic_done && qp->rx.link.ddgst;
+    ret->sqhd = qp->sqhd;
+}
+
+void kvdev_qpair_fault_read(const struct kvdev_qpair *qp, struct kvdev_qpair_fault *ret)
+{
+    *ret = qp->fault;
+}
+
+int kvdev_qpair_is_ready(const struct kvdev_qpair *qp)
+{
+    return qp->state == KVDEV_QPAIR_READY;
+}
+
+uint32_t kvdev_qpair_room(const struct kvdev_qpair *qp)
+{
+    return qp->state == KVDEV_QPAIR_READY ? qp->free_count : 0;
+}
+
+uint32_t kvdev_qpair_in_flight_bytes(const struct kvdev_qpair *qp)
+{
+    return qp->in_flight_bytes;
+}
+
+uint32_t kvdev_qpair_outstanding(const struct kvdev_qpair *qp)
+{
+    return qp->outstanding;
+}
+
+int kvdev_qpair_has_unsent(const struct kvdev_qpair *qp)
+{
+    return qp->tx_head != qp->tx_tail || qp->r2t_head != qp->r2t_tail;
+}
+
+int kvdev_qpair_wait_fd(const struct kvdev_qpair *qp, short *events)
+{
+    if (qp->fd < 0)
+        return -1;
+    *events = POLLIN;
+    if (qp->state == KVDEV_QPAIR_READY && kvdev_qpair_has_unsent(qp))
+        *events |= POLLOUT;
+    return qp->fd;
+}

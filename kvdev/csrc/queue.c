@@ -1,0 +1,914 @@
+#include "queue.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "crc32c.h"
+
+#define NODE_NONE 0xffffffffu
+#define QPAIR_NONE 0xffffu
+#define CAPACITY_MAX (1u << 20)
+#define BLOCKS_MAX 65536u                /* NLB is 16 bits, 0's based */
+#define WINDOW_DEFAULT_BYTES (1u << 20)  /* what stays in the caches of both ends at full speed */
+#define TIMEOUT_DEFAULT_NS 30000000000ull
+#define SPIN_DEFAULT_NS 20000ull
+#define IDLE_CHECK_NS 5000000ull         /* an idle connection is looked at before it is trusted again */
+#define DSM_RANGES_MAX 256u
+#define DSM_RANGE_BYTES 16u
+#define NS_PER_S 1000000000ull
+
+#define OPC_FLUSH 0x00
+#define OPC_WRITE 0x01
+#define OPC_READ 0x02
+#define OPC_COMPARE 0x05
+#define OPC_WRITE_ZEROES 0x08
+#define OPC_DSM 0x09
+#define CDW12_FUA (1u << 30)
+#define CDW12_DEAC (1u << 25)
+#define CDW11_DSM_DEALLOCATE (1u << 2)
+
+/* One accepted command: free, then pending, then in flight, then done, then free again. */
+struct node {
+    struct kvdev_io io;
+    uint64_t submit_ns;
+    uint64_t send_ns;
+    uint64_t complete_ns;
+    uint64_t deadline_ns;    /* 0: from the queue's time limit when it starts */
+    uint32_t next;
+    int32_t error;
+    uint32_t result;
+    uint16_t status;
+    uint16_t qpair_index;
+    uint8_t passthrough;     /* index + 1 into the passthrough table; 0 for a plain command */
+};
+
+struct passthrough {
+    uint8_t sqe[KVDEV_SQE_BYTES];
+    uint8_t *data;
+    uint32_t len;
+    uint32_t direction;
+    uint8_t *cqe;            /* set for execute: the caller waits for it here */
+    int *is_done;
+    int *error;
+    int in_use;
+};
+
+struct list {
+    uint32_t head;
+    uint32_t tail;
+};
+
+struct device;
+
+/* What a kind of device does; NVMe/TCP namespaces now. */
+struct device_ops {
+    /* Reason to refuse a command, KVDEV_REFUSED_NONE if there is none. */
+    uint32_t (*check)(const struct device *device, const struct kvdev_io *io);
+    /* Hands one command down: 0, -EAGAIN (no room, nothing of lower priority may pass), -ENOTCONN (all paths
+     * dead), -EINVAL (it cannot be sent). */
+    int (*start)(struct kvdev_queue *queue, struct device *device, uint32_t node_index, uint64_t now_ns);
+    int (*is_alive)(const struct kvdev_queue *queue, const struct device *device);
+};
+
+struct device {
+    const struct device_ops *ops; /* NULL: the entry is free */
+    struct kvdev_queue_namespace ns;
+    struct list pending[KVDEV_QUEUE_PRIORITY_COUNT];
+    uint8_t is_active[KVDEV_QUEUE_PRIORITY_COUNT];
+};
+
+struct path {
+    struct kvdev_queue *queue;
+    struct kvdev_qpair *qp;       /* NULL: the entry is free */
+    uint64_t last_done_ns;
+    uint32_t index;
+    int is_blocked;               /* in this dispatch pass something of higher rank waits for it */
+};
+
+/* Devices with commands pending at one priority, each at most once. */
+struct rotation {
+    uint16_t entries[KVDEV_QUEUE_DEVICES_MAX];
+    uint32_t head;
+    uint32_t count;
+};
+
+struct kvdev_queue {
+    struct kvdev_queue_options options;
+    struct kvdev_queue_stats stats;
+    atomic_flag busy;
+    struct node *nodes;
+    uint32_t free_head;
+    uint32_t free_count;
+    struct list done;
+    uint32_t path_count;          /* entries ever used: the loops' bound */
+    struct path paths[KVDEV_QUEUE_QPAIRS_MAX];
+    struct device devices[KVDEV_QUEUE_DEVICES_MAX];
+    struct rotation rotations[KVDEV_QUEUE_PRIORITY_COUNT];
+    struct passthrough passthroughs[KVDEV_QUEUE_PASSTHROUGH_MAX];
+    size_t refused_index;
+    uint32_t refused_reason;
+};
+
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * NS_PER_S + (uint64_t)t.tv_nsec;
+}
+
+static uint64_t add_ns(uint64_t a, uint64_t b)
+{
+    return a > UINT64_MAX - b ? UINT64_MAX : a + b;
+}
+
+/* ---- lists of nodes ---- */
+
+static void list_push(struct kvdev_queue *q, struct list *list, uint32_t index)
+{
+    q->nodes[index].next = NODE_NONE;
+    if (list->head == NODE_NONE)
+        list->head = index;
+    else
+        q->nodes[list->tail].next = index;
+    list->tail = index;
+}
+
+static void list_push_front(struct kvdev_queue *q, struct list *list, uint32_t index)
+{
+    q->nodes[index].next = list->head;
+    if (list->head == NODE_NONE)
+        list->tail = index;
+    list->head = index;
+}
+
+static uint32_t list_pop(struct kvdev_queue *q, struct list *list)
+{
+    uint32_t index = list->head;
+    if (index != NODE_NONE)
+        list->head = q->nodes[index].next;
+    return index;
+}
+
+static uint32_t node_take(struct kvdev_queue *q)
+{
+    uint32_t index = q->free_head;
+    q->free_head = q->nodes[index].next;
+    q->free_count--;
+    return index;
+}
+
+static void node_give(struct kvdev_queue *q, uint32_t index)
+{
+    q->nodes[index].next = q->free_head;
+    q->free_head = index;
+    q->free_count++;
+}
+
+/* ---- completion ---- */
+
+static void group_count_down(const struct node *node)
+{
+    struct kvdev_io_group *group = (struct kvdev_io_group *)(uintptr_t)node->io.group_addr;
+    if (node->error && !group->error) {
+        group->error = node->error;
+        group->status = node->status;
+    }
+    if (!group->remaining)
+        return;
+    if (group->remaining == 1) {
+        group->complete_ns = node->complete_ns;
+        /* Now, while the page is still in the cache. */
+        if ((group->flags & KVDEV_GROUP_CRC32C) && !group->error)
+            group->crc32c = kvdev_crc32c(0, (const void *)(uintptr_t)group->buf_addr, group->byte_count);
+    }
+    /* Last: whoever sees 0 finds the rest of the group written. */
+    __atomic_store_n(&group->remaining, group->remaining - 1, __ATOMIC_RELEASE);
+}
+
+static void node_done(struct kvdev_queue *q, uint32_t index, int error, uint16_t status, uint32_t result)
+{
+    struct node *node = &q->nodes[index];
+    node->error = error;
+    node->status = status;
+    node->result = result;
+    if (error)
+        q->stats.failed++;
+    if (node->io.group_addr)
+        group_count_down(node);
+    if (node->passthrough) {
+        struct passthrough *pass = &q->passthroughs[node->passthrough - 1];
+        pass->in_use = 0;
+        if (pass->is_done) {
+            *pass->is_done = 1;
+            *pass->error = error;
+            node_give(q, index);
+            return;
+        }
+    }
+    list_push(q, &q->done, index);
+    q->stats.done_count++;
+}
+
+/* A pending command that will never be sent. */
+static void node_refuse(struct kvdev_queue *q, uint32_t index, int error, uint64_t now)
+{
+    struct node *node = &q->nodes[index];
+    node->send_ns = 0;
+    node->complete_ns = now;
+    node->qpair_index = QPAIR_NONE;
+    q->stats.pending_count--;
+    node_done(q, index, error, 0, 0);
+}
+
+static void on_qpair_done(void *owner, uint64_t cookie, int error, const uint8_t *cqe, uint64_t send_ns,
+                          uint64_t at_ns)
+{
+    struct path *path = owner;
+    struct kvdev_queue *q = path->queue;
+    uint32_t index = (uint32_t)cookie;
+    struct node *node = &q->nodes[index];
+    uint16_t status = (uint16_t)(kvdev_load_le16(cqe + 14) >> 1);
+    node->send_ns = send_ns;
+    node->complete_ns = at_ns;
+    node->qpair_index = (uint16_t)path->index;
+    path->last_done_ns = at_ns;
+    q->stats.in_flight_count--;
+    if (node->passthrough && q->passthroughs[node->passthrough - 1].cqe)
+        memcpy(q->passthroughs[node->passthrough - 1].cqe, cqe, KVDEV_CQE_BYTES);
+    if (!error && (status & 0x7ff))
+        error = -EIO;
+    node_done(q, index, error, status, kvdev_load_le32(cqe));
+}
+
+/* ---- NVMe/TCP namespaces ---- */
+
+static int is_payload_opcode(uint8_t opcode)
+{
+    return opcode == OPC_WRITE || opcode == OPC_READ || opcode == OPC_COMPARE;
+}
+
+static uint32_t namespace_check(const struct device *device, const struct kvdev_io *io)
+{
+    const struct kvdev_queue_namespace *ns = &device->ns;
+    uint8_t opcode = io->opcode;
+    if (!is_payload_opcode(opcode) && opcode != OPC_FLUSH && opcode != OPC_WRITE_ZEROES && opcode != OPC_DSM)
+        return KVDEV_REFUSED_OPCODE;
+    if (opcode == OPC_FLUSH)
+        return io->byte_count ? KVDEV_REFUSED_LENGTH : KVDEV_REFUSED_NONE;
+    if (opcode == OPC_DSM && io->byte_count) {
+        if (io->byte_count % DSM_RANGE_BYTES || io->byte_count > DSM_RANGES_MAX * DSM_RANGE_BYTES)
+            return KVDEV_REFUSED_LENGTH;
+        return io->buf_addr ? KVDEV_REFUSED_NONE : KVDEV_REFUSED_BUFFER;
+    }
+    if (!io->lba_count || (opcode != OPC_DSM && io->lba_count > BLOCKS_MAX))
+        return KVDEV_REFUSED_COUNT;
+    if (io->slba > ns->block_count || io->lba_count > ns->block_count - io->slba)
+        return KVDEV_REFUSED_RANGE;
+    if (!is_payload_opcode(opcode))
+        return io->byte_count ? KVDEV_REFUSED_LENGTH : KVDEV_REFUSED_NONE;
+    if ((uint64_t)io->lba_count * ns->block_size_bytes != io->byte_count)
+        return KVDEV_REFUSED_LENGTH;
+    if (ns->max_transfer_bytes && io->byte_count > ns->max_transfer_bytes)
+        return KVDEV_REFUSED_TRANSFER;
+    return io->buf_addr ? KVDEV_REFUSED_NONE : KVDEV_REFUSED_BUFFER;
+}
+
+/* The ready queue pair with the fewest bytes in flight that takes so many more; NULL if none does. */
+static struct path *path_choose(struct kvdev_queue *q, const struct device *device, uint32_t bytes, uint64_t now,
+                                int *is_any_ready)
+{
+    struct path *best = NULL;
+    uint32_t best_bytes = UINT32_MAX;
+    *is_any_ready = 0;
+    for (uint32_t i = 0; i < device->ns.qpair_count; i++) {
+        struct path *path = &q->paths[device->ns.qpair_index[i]];
+        if (!path->qp || !kvdev_qpair_is_ready(path->qp))
+            continue;
+        uint32_t outstanding = kvdev_qpair_outstanding(path->qp);
+        if (!outstanding && now > path->last_done_ns + IDLE_CHECK_NS) {
+            /* It may have been closed while nobody looked; a command sent into that would have an unknown fate. */
+            kvdev_qpair_receive(path->qp);
+            path->last_done_ns = now;
+            if (!kvdev_qpair_is_ready(path->qp))
+                continue;
+        }
+        *is_any_ready = 1;
+        uint32_t in_flight = kvdev_qpair_in_flight_bytes(path->qp);
+        int fits = !in_flight || (in_flight <= q->options.window_size_bytes &&
+                                  bytes <= q->options.window_size_bytes - in_flight);
+        if (path->is_blocked || !fits || !kvdev_qpair_room(path->qp) || in_flight >= best_bytes)
+            continue;
+        best = path;
+        best_bytes = in_flight;
+    }
+    return best;
+}
+
+static void sqe_build(const struct device *device, const struct kvdev_io *io, uint8_t *wire)
+{
+    uint32_t nlb_0based = io->lba_count - 1;
+    memset(wire, 0, KVDEV_SQE_BYTES);
+    wire[0] = io->opcode;
+    kvdev_store_le32(wire + 4, device->ns.nsid);
+    if (io->opcode == OPC_FLUSH)
+        return;
+    if (io->opcode == OPC_DSM) {
+        kvdev_store_le32(wire + 40, io->byte_count ? io->byte_count / DSM_RANGE_BYTES - 1 : 0);
+        kvdev_store_le32(wire + 44, CDW11_DSM_DEALLOCATE);
+        return;
+    }
+    if ((io->flags & KVDEV_IO_FUA) && io->opcode != OPC_COMPARE)
+        nlb_0based |= CDW12_FUA;
+    if ((io->flags & KVDEV_IO_DEALLOCATE) && io->opcode == OPC_WRITE_ZEROES)
+        nlb_0based |= CDW12_DEAC;
+    kvdev_store_le64(wire + 40, io->slba);
+    kvdev_store_le32(wire + 48, nlb_0based);
+}
+
+static int namespace_start(struct kvdev_queue *q, struct device *device, uint32_t index, uint64_t now)
+{
+    struct node *node = &q->nodes[index];
+    const struct kvdev_io *io = &node->io;
+    int is_any_ready = 0;
+    uint32_t bytes = node->passthrough ? q->passthroughs[node->passthrough - 1].len : io->byte_count;
+    struct path *path = path_choose(q, device, bytes, now, &is_any_ready);
+    if (!path) {
+        if (!is_any_ready)
+            return -ENOTCONN;
+        for (uint32_t i = 0; i < device->ns.qpair_count; i++)
+            q->paths[device->ns.qpair_index[i]].is_blocked = 1;
+        return -EAGAIN;
+    }
+    uint64_t deadline = node->deadline_ns ? node->deadline_ns : add_ns(now, q->options.command_timeout_ns);
+    if (node->passthrough) {
+        const struct passthrough *pass = &q->passthroughs[node->passthrough - 1];
+        return kvdev_qpair_start(path->qp, pass->sqe, pass->data, pass->len, pass->direction, index, deadline);
+    }
+    uint8_t sqe[KVDEV_SQE_BYTES];
+    sqe_build(device, io, sqe);
+    if (io->opcode == OPC_DSM && !io->byte_count) {
+        uint8_t range[DSM_RANGE_BYTES] = { 0 };
+        kvdev_store_le32(range + 4, io->lba_count);
+        kvdev_store_le64(range + 8, io->slba);
+        return kvdev_qpair_start_inline(path->qp, sqe, range, sizeof range, index, deadline);
+    }
+    uint32_t direction = !io->byte_count ? KVDEV_DIR_NONE : io->opcode == OPC_READ ? KVDEV_DIR_C2H : KVDEV_DIR_H2C;
+    return kvdev_qpair_start(path->qp, sqe, io->byte_count ? (void *)(uintptr_t)io->buf_addr : NULL, io->byte_count,
+                             direction, index, deadline);
+}
+
+static int namespace_is_alive(const struct kvdev_queue *q, const struct device *device)
+{
+    for (uint32_t i = 0; i < device->ns.qpair_count; i++) {
+        const struct kvdev_qpair *qp = q->paths[device->ns.qpair_index[i]].qp;
+        if (qp && kvdev_qpair_is_ready(qp))
+            return 1;
+    }
+    return 0;
+}
+
+static const struct device_ops namespace_ops = { namespace_check, namespace_start, namespace_is_alive };
+
+/* ---- dispatch ---- */
+
+static void device_activate(struct kvdev_queue *q, uint32_t device_index, uint32_t priority)
+{
+    struct rotation *rotation = &q->rotations[priority];
+    if (q->devices[device_index].is_active[priority])
+        return;
+    q->devices[device_index].is_active[priority] = 1;
+    rotation->entries[(rotation->head + rotation->count) % KVDEV_QUEUE_DEVICES_MAX] = (uint16_t)device_index;
+    rotation->count++;
+}
+
+/* One command of the device's list. 1 started or ended, 0 it has to wait. */
+static int dispatch_one(struct kvdev_queue *q, struct device *device, struct list *list, uint64_t now)
+{
+    uint32_t index = list->head;
+    /* Off the list before it starts: an error completes it, and its node goes elsewhere. */
+    list->head = q->nodes[index].next;
+    q->stats.pending_count--;
+    q->stats.in_flight_count++;
+    int error = device->ops->start(q, device, index, now);
+    if (!error)
+        return 1;
+    q->stats.pending_count++;
+    q->stats.in_flight_count--;
+    if (error == -EAGAIN) {
+        list_push_front(q, list, index);
+        return 0;
+    }
+    node_refuse(q, index, error, now);
+    return 1;
+}
+
+/* Moves pending commands to queue pairs: by priority, devices taking turns command by command. */
+static void dispatch(struct kvdev_queue *q, uint64_t now)
+{
+    if (!q->stats.pending_count)
+        return;
+    for (uint32_t i = 0; i < q->path_count; i++)
+        q->paths[i].is_blocked = 0;
+    for (uint32_t priority = 0; priority < KVDEV_QUEUE_PRIORITY_COUNT; priority++) {
+        struct rotation *rotation = &q->rotations[priority];
+        uint32_t waiting = 0;
+        while (waiting < rotation->count) {
+            uint32_t device_index = rotation->entries[rotation->head];
+            struct device *device = &q->devices[device_index];
+            rotation->head = (rotation->head + 1) % KVDEV_QUEUE_DEVICES_MAX;
+            rotation->count--;
+            device->is_active[priority] = 0;
+            struct list *list = &device->pending[priority];
+            if (list->head == NODE_NONE)
+                continue;
+            if (dispatch_one(q, device, list, now))
+                waiting = 0;
+            else
+                waiting++;
+            if (list->head != NODE_NONE)
+                device_activate(q, device_index, priority);
+        }
+    }
+}
+
+/* ---- life ---- */
+
+int kvdev_queue_create(const struct kvdev_queue_options *options, struct kvdev_queue **ret)
+{
+    *ret = NULL;
+    if (!options->capacity || options->capacity > CAPACITY_MAX)
+        return -EINVAL;
+    struct kvdev_queue *q = calloc(1, sizeof *q);
+    if (!q)
+        return -ENOMEM;
+    q->nodes = calloc(options->capacity, sizeof *q->nodes);
+    if (!q->nodes) {
+        free(q);
+        return -ENOMEM;
+    }
+    q->options = *options;
+    if (!q->options.window_size_bytes)
+        q->options.window_size_bytes = WINDOW_DEFAULT_BYTES;
+    if (!q->options.command_timeout_ns)
+        q->options.command_timeout_ns = TIMEOUT_DEFAULT_NS;
+    if (!q->options.spin_ns)
+        q->options.spin_ns = SPIN_DEFAULT_NS;
+    q->stats.capacity = options->capacity;
+    atomic_flag_clear(&q->busy);
+    q->free_head = NODE_NONE;
+    for (uint32_t i = options->capacity; i-- > 0;)
+        node_give(q, i);
+    q->done.head = q->done.tail = NODE_NONE;
+    *ret = q;
+    return 0;
+}
+
+static void path_drop(struct kvdev_queue *q, uint32_t index)
+{
+    struct path *path = &q->paths[index];
+    if (kvdev_qpair_outstanding(path->qp))
+        kvdev_qpair_kill(path->qp, KVDEV_FAULT_LOCAL, -ENOTCONN, "given up");
+    kvdev_qpair_owner_set(path->qp, NULL, NULL);
+    kvdev_qpair_destroy(path->qp);
+    path->qp = NULL;
+}
+
+void kvdev_queue_destroy(struct kvdev_queue *q)
+{
+    if (!q)
+        return;
+    for (uint32_t i = 0; i < q->path_count; i++)
+        if (q->paths[i].qp)
+            path_drop(q, i);
+    free(q->nodes);
+    free(q);
+}
+
+static int enter(struct kvdev_queue *q)
+{
+    return atomic_flag_test_and_set_explicit(&q->busy, memory_order_acquire) ? -EBUSY : 0;
+}
+
+static void leave(struct kvdev_queue *q)
+{
+    atomic_flag_clear_explicit(&q->busy, memory_order_release);
+}
+
+/* ---- the tables ---- */
+
+int kvdev_queue_qpair_add(struct kvdev_queue *q, struct kvdev_qpair *qp, uint32_t *ret)
+{
+    if (enter(q))
+        return -EBUSY;
+    int error = -ENOSPC;
+    for (uint32_t i = 0; i < KVDEV_QUEUE_QPAIRS_MAX; i++) {
+        struct path *path = &q->paths[i];
+        if (path->qp)
+            continue;
+        *path = (struct path){ .queue = q, .qp = qp, .index = i };
+        kvdev_qpair_hold(qp);
+        kvdev_qpair_owner_set(qp, on_qpair_done, path);
+        if (i >= q->path_count)
+            q->path_count = i + 1;
+        *ret = i;
+        error = 0;
+        break;
+    }
+    leave(q);
+    return error;
+}
+
+int kvdev_queue_qpair_remove(struct kvdev_queue *q, uint32_t qpair_index)
+{
+    if (enter(q))
+        return -EBUSY;
+    int error = -EINVAL;
+    if (qpair_index < q->path_count && q->paths[qpair_index].qp) {
+        kvdev_qpair_close(q->paths[qpair_index].qp);
+        path_drop(q, qpair_index);
+        /* No device may reach whatever gets this handle next. */
+        for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++) {
+            struct kvdev_queue_namespace *ns = &q->devices[i].ns;
+            uint16_t kept = 0;
+            for (uint16_t k = 0; k < ns->qpair_count; k++)
+                if (ns->qpair_index[k] != qpair_index)
+                    ns->qpair_index[kept++] = ns->qpair_index[k];
+            ns->qpair_count = kept;
+        }
+        error = 0;
+    }
+    leave(q);
+    return error;
+}
+
+static int namespace_is_valid(const struct kvdev_queue *q, const struct kvdev_queue_namespace *ns)
+{
+    if (!ns->block_size_bytes || ns->block_size_bytes & (ns->block_size_bytes - 1) || ns->block_size_bytes < 512)
+        return 0;
+    if (!ns->block_count || !ns->qpair_count || ns->qpair_count > KVDEV_QUEUE_DEVICE_QPAIRS_MAX)
+        return 0;
+    for (uint32_t i = 0; i < ns->qpair_count; i++)
+        if (ns->qpair_index[i] >= q->path_count || !q->paths[ns->qpair_index[i]].qp)
+            return 0;
+    return 1;
+}
+
+int kvdev_queue_namespace_add(struct kvdev_queue *q, const struct kvdev_queue_namespace *ns, uint32_t *ret)
+{
+    if (enter(q))
+        return -EBUSY;
+    int error = namespace_is_valid(q, ns) ? -ENOSPC : -EINVAL;
+    for (uint32_t i = 0; error == -ENOSPC && i < KVDEV_QUEUE_DEVICES_MAX; i++) {
+        struct device *device = &q->devices[i];
+        if (device->ops)
+            continue;
+        device->ops = &namespace_ops;
+        device->ns = *ns;
+        for (uint32_t priority = 0; priority < KVDEV_QUEUE_PRIORITY_COUNT; priority++)
+            device->pending[priority] = (struct list){ NODE_NONE, NODE_NONE };
+        *ret = i;
+        error = 0;
+    }
+    leave(q);
+    return error;
+}
+
+static void device_cancel_pending(struct kvdev_queue *q, struct device *device, int error)
+{
+    uint64_t now = now_ns();
+    for (uint32_t priority = 0; priority < KVDEV_QUEUE_PRIORITY_COUNT; priority++) {
+        uint32_t index;
+        while ((index = list_pop(q, &device->pending[priority])) != NODE_NONE)
+            node_refuse(q, index, error, now);
+    }
+}
+
+int kvdev_queue_device_remove(struct kvdev_queue *q, uint32_t device_index)
+{
+    if (device_index >= KVDEV_QUEUE_DEVICES_MAX || !q->devices[device_index].ops)
+        return -EINVAL;
+    if (enter(q))
+        return -EBUSY;
+    device_cancel_pending(q, &q->devices[device_index], -ECANCELED);
+    q->devices[device_index].ops = NULL;
+    q->devices[device_index].ns.qpair_count = 0;
+    leave(q);
+    return 0;
+}
+
+int kvdev_queue_device_is_alive(const struct kvdev_queue *q, uint32_t device_index)
+{
+    if (device_index >= KVDEV_QUEUE_DEVICES_MAX || !q->devices[device_index].ops)
+        return 0;
+    return q->devices[device_index].ops->is_alive(q, &q->devices[device_index]);
+}
+
+int kvdev_queue_abandon(struct kvdev_queue *q)
+{
+    if (enter(q))
+        return -EBUSY;
+    for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++)
+        if (q->devices[i].ops)
+            device_cancel_pending(q, &q->devices[i], -ECANCELED);
+    for (uint32_t i = 0; i < q->path_count; i++)
+        if (q->paths[i].qp && kvdev_qpair_outstanding(q->paths[i].qp))
+            kvdev_qpair_kill(q->paths[i].qp, KVDEV_FAULT_LOCAL, -ENOTCONN, "given up");
+    leave(q);
+    return 0;
+}
+
+/* ---- submit ---- */
+
+static uint32_t io_refusal(const struct kvdev_queue *q, const struct kvdev_io *io)
+{
+    if (io->device_index >= KVDEV_QUEUE_DEVICES_MAX || !q->devices[io->device_index].ops)
+        return KVDEV_REFUSED_DEVICE;
+    if (io->priority >= KVDEV_QUEUE_PRIORITY_COUNT)
+        return KVDEV_REFUSED_PRIORITY;
+    if (io->group_addr & 7)
+        return KVDEV_REFUSED_GROUP;
+    const struct device *device = &q->devices[io->device_index];
+    return device->ops->check(device, io);
+}
+
+static int submit(struct kvdev_queue *q, const struct kvdev_io *ios, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        q->refused_reason = io_refusal(q, &ios[i]);
+        q->refused_index = i;
+        if (q->refused_reason)
+            return -EINVAL;
+    }
+    if (n > q->free_count)
+        return -EAGAIN;
+    uint64_t now = now_ns();
+    for (size_t i = 0; i < n; i++) {
+        uint32_t index = node_take(q);
+        struct node *node = &q->nodes[index];
+        node->io = ios[i];
+        node->submit_ns = now;
+        node->deadline_ns = 0;
+        node->passthrough = 0;
+        if (node->io.group_addr) {
+            struct kvdev_io_group *group = (struct kvdev_io_group *)(uintptr_t)node->io.group_addr;
+            if (!group->submit_ns)
+                group->submit_ns = now;
+        }
+        list_push(q, &q->devices[node->io.device_index].pending[node->io.priority], index);
+        device_activate(q, node->io.device_index, node->io.priority);
+    }
+    q->stats.submitted += n;
+    q->stats.pending_count += (uint32_t)n;
+    return 0;
+}
+
+int kvdev_queue_submit(struct kvdev_queue *q, const struct kvdev_io *ios, size_t n)
+{
+    if (enter(q))
+        return -EBUSY;
+    int error = submit(q, ios, n);
+    leave(q);
+    return error;
+}
+
+void kvdev_queue_refusal_read(const struct kvdev_queue *q, size_t *index, uint32_t *reason)
+{
+    *index = q->refused_index;
+    *reason = q->refused_reason;
+}
+
+/* ---- poll ---- */
+
+static size_t deliver(struct kvdev_queue *q, struct kvdev_io_done *done, size_t max)
+{
+    size_t count = 0;
+    while (count < max && q->done.head != NODE_NONE) {
+        uint32_t index = list_pop(q, &q->done);
+        const struct node *node = &q->nodes[index];
+        done[count++] = (struct kvdev_io_done){
+            .tag = node->io.tag,
+            .submit_ns = node->submit_ns,
+            .send_ns = node->send_ns,
+            .complete_ns = node->complete_ns,
+            .error = node->error,
+            .status = node->status,
+            .qpair_index = node->qpair_index,
+            .device_index = node->io.device_index,
+            .result = node->result,
+        };
+        node_give(q, index);
+    }
+    q->stats.done_count -= (uint32_t)count;
+    q->stats.completed += count;
+    return count;
+}
+
+/* One turn over the queue pairs; 1 if any byte moved. */
+static int turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
+{
+    int has_moved = 0;
+    *next_deadline_ns = UINT64_MAX;
+    dispatch(q, now);
+    for (uint32_t i = 0; i < q->path_count; i++) {
+        struct kvdev_qpair *qp = q->paths[i].qp;
+        if (!qp || !(kvdev_qpair_outstanding(qp) || kvdev_qpair_has_unsent(qp) || !kvdev_qpair_is_ready(qp)))
+            continue;
+        if (kvdev_qpair_has_unsent(qp))
+            has_moved |= kvdev_qpair_send(qp, now);
+        if (kvdev_qpair_receive(qp)) {
+            has_moved = 1;
+            /* What has come made room: fill it and answer R2Ts before looking at the others. */
+            dispatch(q, now);
+            if (kvdev_qpair_has_unsent(qp))
+                kvdev_qpair_send(qp, now);
+        }
+        uint64_t deadline = kvdev_qpair_deadlines(qp, now);
+        if (deadline < *next_deadline_ns)
+            *next_deadline_ns = deadline;
+    }
+    return has_moved;
+}
+
+/* Sleeps until a socket has something, or until_ns. 1 when a signal came. */
+static int sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
+{
+    struct pollfd fds[KVDEV_QUEUE_QPAIRS_MAX];
+    nfds_t n = 0;
+    for (uint32_t i = 0; i < q->path_count; i++) {
+        if (!q->paths[i].qp)
+            continue;
+        short events = 0;
+        int fd = kvdev_qpair_wait_fd(q->paths[i].qp, &events);
+        if (fd < 0 || !kvdev_qpair_outstanding(q->paths[i].qp))
+            continue;
+        fds[n++] = (struct pollfd){ .fd = fd, .events = events };
+    }
+    uint64_t left = until_ns > now ? until_ns - now : 0;
+    struct timespec ts = { .tv_sec = (time_t)(left / NS_PER_S), .tv_nsec = (long)(left % NS_PER_S) };
+    q->stats.sleeps++;
+    return ppoll(fds, n, &ts, NULL) < 0 && errno == EINTR;
+}
+
+static uint32_t outstanding_below(const struct kvdev_queue *q)
+{
+    return q->stats.pending_count + q->stats.in_flight_count;
+}
+
+/* Works until `want` completions wait to be handed back, *is_done is set, or the time is over. */
+static void work(struct kvdev_queue *q, size_t want, const int *is_done, uint64_t timeout_ns)
+{
+    uint64_t now = now_ns();
+    uint64_t deadline = add_ns(now, timeout_ns);
+    uint64_t moved_ns = now;
+    for (;;) {
+        uint64_t next = UINT64_MAX;
+        int has_moved = turn(q, now, &next);
+        if (is_done ? *is_done : q->stats.done_count >= want)
+            return;
+        if (!outstanding_below(q))
+            return;
+        now = now_ns();
+        if (now >= deadline)
+            return;
+        if (has_moved) {
+            moved_ns = now;
+            continue;
+        }
+        if (now - moved_ns < q->options.spin_ns)
+            continue;
+        if (sleep_until(q, now, deadline < next ? deadline : next) && !is_done)
+            return;
+        now = now_ns();
+    }
+}
+
+int kvdev_queue_poll(struct kvdev_queue *q, struct kvdev_io_done *done, size_t max, size_t min_count,
+                     uint64_t timeout_ns, size_t *count)
+{
+    *count = 0;
+    if (enter(q))
+        return -EBUSY;
+    q->stats.polls++;
+    size_t want = min_count < max ? min_count : max;
+    /* What is there already is enough, but a look at the sockets keeps them moving. */
+    work(q, want ? want : 1, NULL, want ? timeout_ns : 0);
+    *count = deliver(q, done, max);
+    leave(q);
+    return 0;
+}
+
+/* ---- passthrough ---- */
+
+static int passthrough_add(struct kvdev_queue *q, uint32_t device_index, uint64_t tag, const uint8_t *sqe, void *data,
+                           uint32_t len, uint32_t direction, struct passthrough **ret, uint64_t deadline_ns)
+{
+    if (device_index >= KVDEV_QUEUE_DEVICES_MAX || !q->devices[device_index].ops || len & 3 ||
+        direction > KVDEV_DIR_H2C || (direction == KVDEV_DIR_NONE) != (len == 0) || (len && !data)) {
+        q->refused_reason = KVDEV_REFUSED_NONE;
+        return -EINVAL;
+    }
+    if (!q->free_count)
+        return -EAGAIN;
+    for (uint32_t i = 0; i < KVDEV_QUEUE_PASSTHROUGH_MAX; i++) {
+        struct passthrough *pass = &q->passthroughs[i];
+        if (pass->in_use)
+            continue;
+        *pass = (struct passthrough){ .data = data, .len = len, .direction = direction, .in_use = 1 };
+        memcpy(pass->sqe, sqe, sizeof pass->sqe);
+        uint32_t index = node_take(q);
+        struct node *node = &q->nodes[index];
+        memset(&node->io, 0, sizeof node->io);
+        node->io.tag = tag;
+        node->io.device_index = device_index;
+        node->submit_ns = now_ns();
+        node->deadline_ns = deadline_ns;
+        node->passthrough = (uint8_t)(i + 1);
+        list_push_front(q, &q->devices[device_index].pending[0], index);
+        device_activate(q, device_index, 0);
+        q->stats.submitted++;
+        q->stats.pending_count++;
+        *ret = pass;
+        return 0;
+    }
+    return -EAGAIN;
+}
+
+int kvdev_queue_passthrough(struct kvdev_queue *q, uint32_t device_index, uint64_t tag, const uint8_t *sqe,
+                            void *data, uint32_t len, uint32_t direction)
+{
+    struct passthrough *pass = NULL;
+    if (enter(q))
+        return -EBUSY;
+    int error = passthrough_add(q, device_index, tag, sqe, data, len, direction, &pass, 0);
+    leave(q);
+    return error;
+}
+
+/* Takes an execute whose time is over while it is still pending off its list; 1 if it was there. */
+static int passthrough_withdraw(struct kvdev_queue *q, uint32_t device_index, const struct passthrough *pass)
+{
+    struct list *list = &q->devices[device_index].pending[0];
+    uint32_t before = NODE_NONE;
+    for (uint32_t i = list->head; i != NODE_NONE; before = i, i = q->nodes[i].next) {
+        const struct node *node = &q->nodes[i];
+        if (!node->passthrough || &q->passthroughs[node->passthrough - 1] != pass)
+            continue;
+        if (before == NODE_NONE)
+            list->head = node->next;
+        else
+            q->nodes[before].next = node->next;
+        if (list->tail == i)
+            list->tail = before;
+        node_refuse(q, i, -ETIMEDOUT, now_ns());
+        return 1;
+    }
+    return 0;
+}
+
+int kvdev_queue_execute(struct kvdev_queue *q, uint32_t device_index, const uint8_t *sqe, void *data, uint32_t len,
+                        uint32_t direction, uint64_t timeout_ns, uint8_t *cqe)
+{
+    int is_done = 0;
+    int result = 0;
+    struct passthrough *pass = NULL;
+    if (enter(q))
+        return -EBUSY;
+    uint64_t deadline = add_ns(now_ns(), timeout_ns);
+    int error = passthrough_add(q, device_index, 0, sqe, data, len, direction, &pass, deadline);
+    if (!error) {
+        pass->cqe = cqe;
+        pass->is_done = &is_done;
+        pass->error = &result;
+        for (;;) {
+            uint64_t now = now_ns();
+            work(q, 0, &is_done, now < deadline ? deadline - now : 0);
+            if (is_done || passthrough_withdraw(q, device_index, pass))
+                break;
+        }
+        /* -EIO is a verdict on the command, and that is in the CQE's status. */
+        error = result == -EIO ? 0 : result;
+    }
+    leave(q);
+    return error;
+}
+
+/* ---- reading state ---- */
+
+void kvdev_queue_stats_read(const struct kvdev_queue *q, struct kvdev_queue_stats *ret)
+{
+    *ret = q->stats;
+}
+
+size_t kvdev_queue_outstanding(const struct kvdev_queue *q)
+{
+    return (size_t)outstanding_below(q) + q->stats.done_count;
+}
+
+void kvdev_queue_window_set(struct kvdev_queue *q, uint32_t window_size_bytes)
+{
+    q->options.window_size_bytes = window_size_bytes ? window_size_bytes : WINDOW_DEFAULT_BYTES;
+}
