@@ -165,6 +165,10 @@ class RpcMethods:
             **self._nvmf_methods(),
         }
 
+    def names(self) -> tuple[str, ...]:
+        """The methods that can be called now."""
+        return tuple(self._methods)
+
     async def call(self, name: str, untrusted: Any) -> Result:
         """Run a method with its ``params`` (None when the request has none). Raises SpdkError."""
         method = self._methods.get(name)
