@@ -542,7 +542,11 @@ static void h2c_fill(struct kvdev_qpair *qp)
         struct r2t *r2t = &qp->r2ts[qp->r2t_head & qp->r2t_mask];
         struct request *req = &qp->requests[r2t->slot];
         uint32_t left = r2t->length - r2t->done;
-        uint32_t limit = qp->rx.link.maxh2cdata < H2C_PDU_BYTES_MAX ? qp->rx.link.maxh2cdata : H2C_PDU_BYTES_MAX;
+        uint32_t limit = qp->rx.link.maxh2cdata;
+        /* With data digests an R2T is answered whole where MAXH2CDATA allows: Linux nvmet (seen with 6.1) checks
+         * the digest of the last PDU against the whole command and drops the connection otherwise. */
+        if (!qp->rx.link.ddgst && limit > H2C_PDU_BYTES_MAX)
+            limit = H2C_PDU_BYTES_MAX;
         uint32_t len = left < limit ? left : limit;
         int is_last = len == left;
         uint32_t offset = r2t->offset + r2t->done;

@@ -657,6 +657,10 @@ class HostQueue:
         return bool(lib.kvdev_queue_device_is_alive(self._check_usable("is_device_alive"), device_index))
 
     @property
+    def is_closed(self) -> bool:
+        return self._raw is None
+
+    @property
     def capacity_count(self) -> int:
         return self._capacity_count
 
