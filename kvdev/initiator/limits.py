@@ -6,12 +6,17 @@ Trust: every argument may be a lie of the peer; nothing here overflows or alloca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 BLOCK_SIZE_BYTES_MIN = 512
 BLOCK_SIZE_BYTES_MAX = 1 << 16
 TRANSFER_BLOCK_COUNT_MAX = 1 << 16
 """NLB is 16 bits, 0's based."""
-TRANSFER_SIZE_BYTES_MAX = 64 << 20
-"""Our own bound where the controller has none: a larger command gains nothing and holds its queue up."""
+TRANSFER_SIZE_BYTES_MAX = 1 << 20
+"""Our own bound: a larger command gains nothing and holds its queue up, and controllers that report no MDTS
+still fail large ones (Linux nvmet above 4 MiB)."""
+DSM_RANGE_COUNT_MAX = 256
+DSM_RANGE_BLOCK_COUNT_MAX = 0xFFFF_FFFF
 MDTS_SHIFT_MAX = 40
 """Shifts beyond this are "no limit" in any unit that matters."""
 
@@ -52,7 +57,7 @@ def queue_size(*, queue_depth: int, mqes: int, maxcmd: int) -> int:
     return max(size, 2)
 
 
-def ready_timeout_s(*, cap_to: int, crms: int, crwmt: int) -> float:
+def ready_timeout_s(*, cap_to: int, crms: bool, crwmt: int) -> float:
     """How long CSTS.RDY may take: CAP.TO, or CRTO where the controller has it, in units of 500 ms."""
     return max(cap_to, crwmt if crms else 0, 1) * 0.5
 
@@ -61,3 +66,38 @@ def shutdown_timeout_s(*, rtd3e_us: int, limit_s: float) -> float:
     """How long CSTS.SHST may take: RTD3E, 5 s when not reported, never more than ``limit_s`` or 60 s."""
     wanted = rtd3e_us / 1e6 if rtd3e_us else 5.0
     return min(max(wanted, 0.1), limit_s, 60.0)
+
+
+def write_zeroes_blocks(*, wzsl: int, mpsmin: int, block_size_bytes: int, max_transfer_bytes: int) -> int:
+    """Most blocks one Write Zeroes may cover, at least 1.
+
+    WZSL is a power of two in units of the smallest memory page. A controller that reports none gets no
+    more than one transfer at a time, which keeps a slow one inside the command timeout.
+    """
+    shift = wzsl + 12 + mpsmin
+    size_bytes = 1 << min(shift, MDTS_SHIFT_MAX) if wzsl else max_transfer_bytes
+    return max(1, min(size_bytes // block_size_bytes, TRANSFER_BLOCK_COUNT_MAX))
+
+
+def deallocate_groups(
+    ranges: Sequence[tuple[int, int]], *, dmrl: int, dmrsl: int, dmsl: int
+) -> list[list[tuple[int, int]]]:
+    """Ranges (slba, block count) cut and grouped into commands that keep DMRL, DMRSL and DMSL.
+
+    Each limit counts ranges, blocks of a range and blocks of a command; 0 means none beyond the format's.
+    """
+    range_limit = min(dmrl or DSM_RANGE_COUNT_MAX, DSM_RANGE_COUNT_MAX)
+    piece_limit = min(
+        dmrsl or DSM_RANGE_BLOCK_COUNT_MAX, dmsl or DSM_RANGE_BLOCK_COUNT_MAX, DSM_RANGE_BLOCK_COUNT_MAX
+    )
+    groups: list[list[tuple[int, int]]] = []
+    room = 0
+    for slba, block_count in ranges:
+        while block_count:
+            part = min(block_count, piece_limit)
+            if not groups or len(groups[-1]) == range_limit or (dmsl and part > room):
+                groups.append([])
+                room = dmsl
+            groups[-1].append((slba, part))
+            slba, block_count, room = slba + part, block_count - part, room - part
+    return groups

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from kvdev.errors import UsageError
 from kvdev.uri import DigestPolicy
 
-IO_QUEUE_COUNT_MAX = 128
+IO_QUEUE_COUNT_MAX = 16
+"""Queue pairs that one namespace is spread over."""
 QUEUE_DEPTH_MAX = 4095
 """A CID has 12 bits of slot beside its generation, and one submission queue slot stays empty."""
 KATO_MS_MAX = 600_000
@@ -23,6 +24,8 @@ class ControllerOptions:
 
     ``queue_depth`` counts commands in flight on one I/O queue pair; the controller may allow fewer.
     ``command_timeout_s`` bounds one I/O command, after which its queue pair is given up.
+    ``disable_sq_flow_control`` asks for completions without SQHD, which lets the controller end a read with
+    its last data PDU. ``window_size_bytes`` is the payload kept in flight on one queue pair.
     """
 
     kato_ms: int = 10_000
@@ -34,11 +37,14 @@ class ControllerOptions:
     command_timeout_s: float = 30.0
     admin_timeout_s: float = 10.0
     shutdown_timeout_s: float = 5.0
+    disable_sq_flow_control: bool = True
+    window_size_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
         _check_int("kato_ms", self.kato_ms, 1, KATO_MS_MAX)
         _check_int("io_queue_count", self.io_queue_count, 1, IO_QUEUE_COUNT_MAX)
         _check_int("queue_depth", self.queue_depth, 1, QUEUE_DEPTH_MAX)
+        _check_int("window_size_bytes", self.window_size_bytes, 4096, 1 << 30)
         for name in ("header_digest", "data_digest"):
             if not isinstance(getattr(self, name), DigestPolicy):
                 raise UsageError(f"{name}: expected require, prefer or off, got {getattr(self, name)!r}")

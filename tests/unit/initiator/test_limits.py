@@ -12,15 +12,16 @@ from kvdev.initiator import limits
 @pytest.mark.parametrize(
     ("mdts", "mpsmin", "block", "expected"),
     [
-        (0, 0, 512, 65536 * 512),
-        (0, 0, 4096, 64 << 20),
+        (0, 0, 512, 1 << 20),
+        (0, 0, 4096, 1 << 20),
         (5, 0, 512, 128 << 10),
         (1, 0, 512, 8192),
         (1, 4, 4096, 128 << 10),
-        (255, 0, 4096, 64 << 20),
-        (255, 15, 4096, 64 << 20),
+        (255, 0, 4096, 1 << 20),
+        (255, 15, 4096, 1 << 20),
         (1, 0, 65536, 0),
-        (8, 0, 1536, (1 << 20) // 1536 * 1536),
+        (255, 0, 1536, (1 << 20) // 1536 * 1536),
+        (8, 0, 4096, 1 << 20),
     ],
 )
 def test_max_transfer_when_mdts_then_whole_blocks(mdts: int, mpsmin: int, block: int, expected: int) -> None:
@@ -93,10 +94,53 @@ def test_queue_size_when_controller_limits_then_clamped(
 
 
 def test_timeouts_when_reported_then_used_within_bounds() -> None:
-    assert limits.ready_timeout_s(cap_to=0, crms=0, crwmt=0) == 0.5
-    assert limits.ready_timeout_s(cap_to=20, crms=0, crwmt=100) == 10.0
-    assert limits.ready_timeout_s(cap_to=20, crms=1, crwmt=100) == 50.0
+    assert limits.ready_timeout_s(cap_to=0, crms=False, crwmt=0) == 0.5
+    assert limits.ready_timeout_s(cap_to=20, crms=False, crwmt=100) == 10.0
+    assert limits.ready_timeout_s(cap_to=20, crms=True, crwmt=100) == 50.0
     assert limits.shutdown_timeout_s(rtd3e_us=0, limit_s=60.0) == 5.0
     assert limits.shutdown_timeout_s(rtd3e_us=2_000_000, limit_s=60.0) == 2.0
     assert limits.shutdown_timeout_s(rtd3e_us=0xFFFFFFFF, limit_s=1e9) == 60.0
     assert limits.shutdown_timeout_s(rtd3e_us=0, limit_s=1.0) == 1.0
+
+
+def test_write_zeroes_blocks_when_limits_then_bounded() -> None:
+    def blocks(wzsl: int, transfer: int = 128 << 10) -> int:
+        return limits.write_zeroes_blocks(
+            wzsl=wzsl, mpsmin=0, block_size_bytes=4096, max_transfer_bytes=transfer
+        )
+
+    assert blocks(0) == 32
+    assert blocks(3) == 8
+    assert blocks(255) == 65536
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 5000)), max_size=600),
+    st.sampled_from([0, 1, 7, 255]),
+    st.sampled_from([0, 1, 100, 0xFFFFFFFF]),
+    st.sampled_from([0, 150, 10_000]),
+)
+def test_deallocate_groups_when_any_ranges_then_same_blocks_within_limits(
+    ranges: list[tuple[int, int]], dmrl: int, dmrsl: int, dmsl: int
+) -> None:
+    ranges = ranges if dmrsl != 1 else [(slba, min(count, 20)) for slba, count in ranges[:50]]
+    groups = limits.deallocate_groups(ranges, dmrl=dmrl, dmrsl=dmrsl, dmsl=dmsl)
+    flat = [piece for group in groups for piece in group]
+    assert sum(count for _, count in flat) == sum(count for _, count in ranges)
+    merged: list[list[int]] = []
+    for slba, count in flat:
+        if merged and merged[-1][0] + merged[-1][1] == slba:
+            merged[-1][1] += count
+        else:
+            merged.append([slba, count])
+    expected: list[list[int]] = []
+    for slba, count in ranges:
+        if expected and expected[-1][0] + expected[-1][1] == slba:
+            expected[-1][1] += count
+        else:
+            expected.append([slba, count])
+    assert merged == expected
+    for group in groups:
+        assert 1 <= len(group) <= (dmrl or 256)
+        assert all(0 < count <= (dmrsl or 0xFFFFFFFF) for _, count in group)
+        assert not dmsl or sum(count for _, count in group) <= dmsl

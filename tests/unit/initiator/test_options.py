@@ -21,7 +21,7 @@ from kvdev.uri import TcpAddress
         ("kato_ms", 1.5),
         ("kato_ms", True),
         ("io_queue_count", 0),
-        ("io_queue_count", 129),
+        ("io_queue_count", 17),
         ("queue_depth", 0),
         ("queue_depth", 4096),
         ("header_digest", "require"),

@@ -1,0 +1,342 @@
+"""Namespaces of a controller: which are there, what they are, and one as a block device.
+
+Not here: the commands' way to the wire (the C core).
+Spec: NVM Express Base 5.1.13 (Identify); NVM Command Set 2.1.4, 3.2, 4.1.5.
+Trust: lists and data structures are the peer's; lengths and counts in them are checked and bounded.
+Threads: a namespace is driven by the one thread that drives its queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from kvdev.block.device import BlockDevice, DeviceIdentity, execute, flush
+from kvdev.clock import Deadline
+from kvdev.errors import CommandError, ProtocolError, UnsupportedError, UsageError
+from kvdev.initiator import limits
+from kvdev.initiator.channel import AdminChannel
+from kvdev.initiator.controller import Controller
+from kvdev.native.io import IO_DEALLOCATE, IO_DTYPE, OPCODE_DSM, OPCODE_WRITE_ZEROES, IoArray, address_of
+from kvdev.native.queue import HostQueue
+from kvdev.wire.identify import (
+    NSFEAT_ATOMIC,
+    NSFEAT_OPTPERF,
+    NSID_LIST_COUNT,
+    ONCS_DSM,
+    ONCS_WRITE_ZEROES,
+    Cns,
+    Csi,
+    IdentifyNamespace,
+    NsDescriptorList,
+    parse_nsid_list,
+)
+from kvdev.wire.layout import WireError
+from kvdev.wire.nvme import DSM_RANGE_BYTES, DsmRange, Status
+
+NAMESPACE_COUNT_MAX = 4096
+"""Namespaces of one controller that are looked at: a bound on what it can make us ask."""
+_NSATTR_WRITE_PROTECTED = 1 << 0
+
+
+@dataclass(frozen=True)
+class NamespaceInfo:
+    """What Identify says of one active namespace; ``problem`` is why it cannot be used, or empty."""
+
+    nsid: int
+    identity: DeviceIdentity
+    csi: int
+    block_size_bytes: int
+    block_count: int
+    metadata_size_bytes: int
+    lba_format_index: int
+    max_transfer_bytes: int
+    atomic_write_blocks: int
+    optimal_boundary_blocks: int
+    """NOIOB: commands that cross a multiple of it are slower; 0 when not reported."""
+    preferred_write_blocks: int
+    """NPWG: writes are best in multiples of it; 1 when not reported."""
+    is_write_protected: bool
+    problem: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.block_size_bytes * self.block_count
+
+
+def active_nsids(channel: AdminChannel, *, nn: int, deadline: Deadline) -> list[int]:
+    """Active namespace ids in increasing order (CNS 02h).
+
+    Raises ProtocolError when a list does not increase, names an impossible id, or never ends.
+    """
+    found: list[int] = []
+    last = 0
+    while True:
+        data = channel.identify(Cns.ACTIVE_NSID_LIST, nsid=last, deadline=deadline)
+        nsids = channel.parse(partial(parse_nsid_list, after_nsid=last), data)
+        found += nsids
+        if nn and found and found[-1] > nn:
+            raise ProtocolError(
+                f"{channel.where}: active namespace list: expected ids up to NN {nn}, got {found[-1]}"
+            )
+        if len(found) > NAMESPACE_COUNT_MAX:
+            raise UnsupportedError(
+                f"{channel.where}: active namespace list: expected at most {NAMESPACE_COUNT_MAX} ids, got more",
+                feature="number of namespaces",
+            )
+        if len(nsids) < NSID_LIST_COUNT:
+            return found
+        last = found[-1]
+
+
+def scan(controller: Controller, *, deadline: Deadline) -> list[NamespaceInfo]:
+    """Identify every active namespace; those that share an identifier get a ``problem`` (Base 5.1.13)."""
+    infos: list[NamespaceInfo] = []
+    for nsid in active_nsids(controller.channel, nn=controller.identify.nn, deadline=deadline):
+        info = describe(controller, nsid, deadline=deadline)
+        if info is not None:
+            infos.append(info)
+    return mark_duplicates(infos)
+
+
+def mark_duplicates(infos: Sequence[NamespaceInfo]) -> list[NamespaceInfo]:
+    """The same list, with a ``problem`` where two namespaces of the subsystem claim one identifier."""
+    owners: dict[tuple[str, bytes], list[int]] = {}
+    for info in infos:
+        for kind in ("nguid", "eui64", "uuid"):
+            value: bytes | None = getattr(info.identity, kind)
+            if value is not None:
+                owners.setdefault((kind, value), []).append(info.nsid)
+    problems: dict[int, str] = {}
+    for (kind, value), nsids in owners.items():
+        if len(nsids) > 1:
+            names = ", ".join(str(nsid) for nsid in nsids[:8])
+            for nsid in nsids:
+                problems.setdefault(
+                    nsid, f"{kind.upper()} {value.hex()} belongs to the namespaces {names}: give each its own"
+                )
+    return [
+        replace(info, problem=problems[info.nsid]) if info.nsid in problems and not info.problem else info
+        for info in infos
+    ]
+
+
+def describe(controller: Controller, nsid: int, *, deadline: Deadline) -> NamespaceInfo | None:
+    """What one namespace is; None when it is not there (NCAP 0)."""
+    channel = controller.channel
+    where = f"{controller.where} nsid {nsid}"
+    descriptors = _descriptors(channel, nsid, deadline)
+    csi = Csi.NVM if descriptors.csi is None else descriptors.csi
+    if csi != Csi.NVM:
+        # Its Identify data has another layout, which nothing here reads.
+        ident = IdentifyNamespace(nsze=1, ncap=1)
+    else:
+        data = channel.identify(Cns.NAMESPACE, nsid=nsid, deadline=deadline)
+        ident = channel.parse(IdentifyNamespace.parse, data)
+        if not ident.is_present or ident.nsze == 0:
+            return None
+    try:
+        lba_format = ident.lba_format
+    except WireError as error:
+        raise WireError(f"{where}: {error}", field=error.field, field_offset=error.field_offset) from error
+    index = ident.lba_format_index
+    block_size_bytes = lba_format.block_size_bytes
+    problem = ""
+    if csi != Csi.NVM:
+        problem = f"command set 0x{csi:02x} is not the NVM command set"
+    elif not limits.BLOCK_SIZE_BYTES_MIN <= block_size_bytes <= limits.BLOCK_SIZE_BYTES_MAX:
+        problem = f"LBADS {lba_format.lbads}: expected blocks of 512 bytes to 64 KiB"
+    elif lba_format.ms:
+        problem = (
+            f"LBA format {index} has {lba_format.ms} bytes of metadata: "
+            f"format the namespace with a format that has none"
+        )
+    elif ident.nsze > (1 << 63) >> lba_format.lbads:
+        problem = f"NSZE 0x{ident.nsze:x} blocks: expected less than 2^63 bytes"
+    transfer_bytes = 0
+    if not problem:
+        transfer_bytes = limits.max_transfer_bytes(
+            mdts=controller.identify.mdts, mpsmin=controller.cap.mpsmin, block_size_bytes=block_size_bytes
+        )
+        if transfer_bytes == 0:
+            problem = (
+                f"MDTS {controller.identify.mdts}: not one block of {block_size_bytes} bytes may be moved"
+            )
+    return NamespaceInfo(
+        nsid=nsid,
+        identity=DeviceIdentity(
+            nguid=_identifier(descriptors.nguid) or _identifier(ident.nguid),
+            eui64=_identifier(descriptors.eui64) or _identifier(ident.eui64),
+            uuid=_identifier(descriptors.uuid.bytes if descriptors.uuid else None),
+            serial=controller.identify.sn or None,
+        ),
+        csi=csi,
+        block_size_bytes=block_size_bytes,
+        block_count=ident.nsze,
+        metadata_size_bytes=lba_format.ms,
+        lba_format_index=index,
+        max_transfer_bytes=transfer_bytes,
+        atomic_write_blocks=limits.atomic_write_blocks(
+            awupf=controller.identify.awupf_0based,
+            nawupf=ident.nawupf_0based,
+            is_nawupf_valid=bool(ident.nsfeat & NSFEAT_ATOMIC),
+            nabspf=ident.nabspf_0based,
+            nabo=ident.nabo,
+        ),
+        optimal_boundary_blocks=ident.noiob,
+        preferred_write_blocks=ident.npwg_0based + 1 if ident.nsfeat & NSFEAT_OPTPERF else 1,
+        is_write_protected=bool(ident.nsattr & _NSATTR_WRITE_PROTECTED),
+        problem=problem,
+    )
+
+
+def _descriptors(channel: AdminChannel, nsid: int, deadline: Deadline) -> NsDescriptorList:
+    """The descriptor list; empty from a controller that does not have it (before NVMe 1.3)."""
+    try:
+        data = channel.identify(Cns.NS_DESCRIPTOR_LIST, nsid=nsid, deadline=deadline)
+    except CommandError as error:
+        if (error.sct, error.sc) != (0, Status.INVALID_FIELD):
+            raise
+        return NsDescriptorList()
+    return channel.parse(NsDescriptorList.parse, data)
+
+
+def _identifier(value: bytes | None) -> bytes | None:
+    """All zeroes on the wire mean that there is no identifier."""
+    return value if value is not None and any(value) else None
+
+
+def open_namespace(
+    controller: Controller, nsid: int | None, queue: HostQueue, *, deadline: Deadline
+) -> NvmeNamespace:
+    """An active namespace as a block device on ``queue``; the controller's queue pairs are attached to it.
+
+    Raises UsageError when the id is not active (naming those that are) and UnsupportedError when the
+    namespace cannot be used, with the reason.
+    """
+    infos = {info.nsid: info for info in scan(controller, deadline=deadline)}
+    names = ", ".join(str(active) for active in list(infos)[:16]) or "none"
+    if nsid is None or nsid not in infos:
+        got = "none" if nsid is None else str(nsid)
+        raise UsageError(
+            f"{controller.where}: nsid: expected one of the active namespaces ({names}), got {got}"
+        )
+    info = infos[nsid]
+    if info.problem:
+        raise UnsupportedError(f"{controller.where} nsid {nsid}: {info.problem}", feature="namespace")
+    qpair_indexes = controller.attach(queue, deadline=deadline)
+    return NvmeNamespace(controller, info, queue, qpair_indexes)
+
+
+class NvmeNamespace(BlockDevice):
+    """A namespace with the NVM command set, driven through its controller's queue pairs.
+
+    Reads and writes go through ``queue`` in batches (``kvdev.block``); the methods here block.
+    """
+
+    def __init__(
+        self, controller: Controller, info: NamespaceInfo, queue: HostQueue, qpair_indexes: Sequence[int]
+    ) -> None:
+        """Used by ``open_namespace``."""
+        self.controller = controller
+        self.info = info
+        self.uri = str(replace(controller.uri, nsid=info.nsid))
+        self.identity = info.identity
+        self.block_size_bytes = info.block_size_bytes
+        self.block_count = info.block_count
+        self.max_transfer_bytes = info.max_transfer_bytes
+        self.atomic_write_blocks = info.atomic_write_blocks
+        self.has_volatile_cache = controller.identify.has_volatile_cache
+        self.metadata_size_bytes = 0
+        self.is_read_only = info.is_write_protected
+        self.queue: HostQueue = queue
+        self.device_index = queue.add_namespace(
+            nsid=info.nsid,
+            block_size_bytes=info.block_size_bytes,
+            block_count=info.block_count,
+            qpair_indexes=qpair_indexes,
+            max_transfer_bytes=info.max_transfer_bytes,
+        )
+        self._is_closed = False
+
+    @property
+    def nsid(self) -> int:
+        return self.info.nsid
+
+    def flush(self, deadline: Deadline) -> None:
+        """Make completed writes durable; nothing to do where the controller has no volatile write cache."""
+        flush(self, deadline)
+
+    def write_zeroes(
+        self, slba: int, block_count: int, deadline: Deadline, *, may_deallocate: bool = False
+    ) -> None:
+        """Zero a range without sending zeroes; split at what one command may cover."""
+        self._check_feature(ONCS_WRITE_ZEROES, "write zeroes")
+        self._check_range(slba, block_count)
+        nvm = self.controller.nvm_limits(deadline=deadline)
+        piece = limits.write_zeroes_blocks(
+            wzsl=nvm.wzsl,
+            mpsmin=self.controller.cap.mpsmin,
+            block_size_bytes=self.block_size_bytes,
+            max_transfer_bytes=self.max_transfer_bytes,
+        )
+        count = -(-block_count // piece)
+        ios: IoArray = np.zeros(count, dtype=IO_DTYPE)
+        starts = np.arange(count, dtype=np.uint64) * np.uint64(piece)
+        ios["opcode"] = OPCODE_WRITE_ZEROES
+        ios["slba"] = np.uint64(slba) + starts
+        ios["lba_count"] = np.minimum(np.uint64(block_count) - starts, np.uint64(piece))
+        ios["flags"] = IO_DEALLOCATE if may_deallocate else 0
+        execute(self, ios, deadline)
+
+    def deallocate(self, ranges: Sequence[tuple[int, int]], deadline: Deadline) -> None:
+        """Tell the controller that ranges (slba, block count) are not needed; their contents are undefined.
+
+        A hint: never rely on what a deallocated block reads as.
+        """
+        self._check_feature(ONCS_DSM, "deallocate")
+        for slba, block_count in ranges:
+            self._check_range(slba, block_count)
+        nvm = self.controller.nvm_limits(deadline=deadline)
+        groups = limits.deallocate_groups(ranges, dmrl=nvm.dmrl, dmrsl=nvm.dmrsl, dmsl=nvm.dmsl)
+        if not groups:
+            return
+        table = b"".join(
+            DsmRange(lba_count=block_count, slba=slba).build()
+            for group in groups
+            for slba, block_count in group
+        )
+        payload = np.frombuffer(table, dtype=np.uint8)
+        sizes = np.array([len(group) * DSM_RANGE_BYTES for group in groups], dtype=np.uint64)
+        ios: IoArray = np.zeros(len(groups), dtype=IO_DTYPE)
+        ios["opcode"] = OPCODE_DSM
+        ios["flags"] = IO_DEALLOCATE
+        ios["buf_addr"] = np.uint64(address_of(payload)) + np.cumsum(sizes) - sizes
+        ios["byte_count"] = sizes
+        execute(self, ios, deadline)
+
+    def close(self) -> None:
+        """Forget the namespace; its controller stays."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self.queue.is_closed:
+            self.queue.remove_device(self.device_index)
+
+    def _check_feature(self, bit: int, feature: str) -> None:
+        if not self.controller.identify.oncs & bit:
+            raise UnsupportedError(
+                f"{self.uri}: {feature}: the controller does not have it (ONCS "
+                f"0x{self.controller.identify.oncs:04x})",
+                feature=feature,
+            )
+
+    def _check_range(self, slba: int, block_count: int) -> None:
+        if slba < 0 or block_count <= 0 or slba + block_count > self.block_count:
+            raise UsageError(
+                f"{self.uri}: range: expected blocks within 0 to {self.block_count - 1}, "
+                f"got {block_count} from {slba}"
+            )

@@ -1,0 +1,250 @@
+"""A session: what one process has open, by URI, and one close for all of it.
+
+Not here: what a volume or KV namespace is (``kvdev.store``); one controller (``kvdev.initiator``).
+Threads: one thread at a time; devices are driven by the thread that drives their queue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from types import TracebackType
+
+from kvdev.block.device import BlockDevice
+from kvdev.block.file import FileDevice
+from kvdev.block.memory import MemoryDevice
+from kvdev.clock import Deadline
+from kvdev.errors import KvdevError, UnsupportedError, UsageError
+from kvdev.initiator.controller import Controller
+from kvdev.initiator.discovery import discover
+from kvdev.initiator.host import HostIdentity
+from kvdev.initiator.namespace import open_namespace, scan
+from kvdev.initiator.options import ControllerOptions
+from kvdev.native.admin import AdminThread
+from kvdev.native.queue import HostQueue
+from kvdev.uri import (
+    DeviceUri,
+    FileUri,
+    MemUri,
+    TcpUri,
+    VolumeUri,
+    parse_device_uri,
+    parse_discovery_uri,
+    parse_subsystem_uri,
+    parse_volume_uri,
+)
+from kvdev.wire.log import DiscoveryEntry
+
+log = logging.getLogger("kvdev.session")
+
+OPEN_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
+QUEUE_CAPACITY_COUNT = 16384
+"""Commands outstanding over all NVMe/TCP devices of a session: 2 GiB in strips of 128 KiB."""
+
+
+class Session:
+    """Everything opened through it is closed by ``close``, in the reverse order, in bounded time.
+
+    NVMe/TCP devices share one queue, and controllers are shared by the namespaces of a subsystem.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: HostIdentity | None = None,
+        options: ControllerOptions | None = None,
+        queue_capacity_count: int = QUEUE_CAPACITY_COUNT,
+    ) -> None:
+        """Nothing is connected or started yet; ``host`` defaults to this machine's identity."""
+        self.options = options or ControllerOptions()
+        self._host = host
+        self._queue_capacity_count = queue_capacity_count
+        self._admin: AdminThread | None = None
+        self._queue: HostQueue | None = None
+        self._controllers: dict[TcpUri, Controller] = {}
+        self._memories: dict[str, MemoryDevice] = {}
+        self._closers: list[tuple[str, Callable[[Deadline], None]]] = []
+        self._is_closed = False
+
+    @property
+    def host(self) -> HostIdentity:
+        """Who this host is, loaded on first use."""
+        if self._host is None:
+            self._host = HostIdentity.load()
+        return self._host
+
+    @property
+    def admin(self) -> AdminThread:
+        """The thread that keeps connections alive, started on first use."""
+        self._check_open()
+        if self._admin is None:
+            self._admin = AdminThread()
+        return self._admin
+
+    @property
+    def queue(self) -> HostQueue:
+        """The queue of all NVMe/TCP devices."""
+        self._check_open()
+        if self._queue is None:
+            self._queue = HostQueue(
+                capacity_count=self._queue_capacity_count,
+                window_size_bytes=self.options.window_size_bytes,
+                command_timeout_s=self.options.command_timeout_s,
+            )
+        return self._queue
+
+    def controller(self, uri: TcpUri | str, *, deadline: Deadline | None = None) -> Controller:
+        """The controller of a subsystem, connected on first use and shared afterwards."""
+        self._check_open()
+        if isinstance(uri, str):
+            uri = parse_subsystem_uri(uri)
+        key = dataclasses.replace(uri, nsid=None)
+        found = self._controllers.get(key)
+        if found is not None and found.is_alive:
+            return found
+        controller = Controller.connect(
+            key,
+            host=self.host,
+            admin=self.admin,
+            options=self.options,
+            deadline=deadline or Deadline.after(OPEN_TIMEOUT_S),
+        )
+        self._controllers[key] = controller
+        self._closers.append((str(key), controller.close))
+        return controller
+
+    def discover(self, uri: TcpUri | str, *, deadline: Deadline | None = None) -> list[DiscoveryEntry]:
+        """Entries of the discovery log of ``[tcp://]HOST[:PORT]``."""
+        self._check_open()
+        return discover(
+            parse_discovery_uri(uri) if isinstance(uri, str) else uri,
+            host=self.host,
+            admin=self.admin,
+            options=self.options,
+            deadline=deadline or Deadline.after(OPEN_TIMEOUT_S),
+        )
+
+    def open_device(self, uri: DeviceUri | str, *, deadline: Deadline | None = None) -> BlockDevice:
+        """One device; it stays open until ``close`` of itself or of the session."""
+        self._check_open()
+        if isinstance(uri, str):
+            uri = parse_device_uri(uri)
+        deadline = deadline or Deadline.after(OPEN_TIMEOUT_S)
+        if isinstance(uri, MemUri):
+            return self._open_memory(uri)
+        device: BlockDevice
+        if isinstance(uri, TcpUri):
+            controller = self.controller(uri, deadline=deadline)
+            device = open_namespace(controller, uri.nsid, self.queue, deadline=deadline)
+        elif isinstance(uri, FileUri):
+            device = FileDevice(uri.path)
+        else:
+            raise UnsupportedError(
+                f"{uri}: this build has no vhost-user-blk front end; use tcp:, file: or mem:",
+                feature="vhost-user-blk",
+            )
+        self._closers.append((str(uri), lambda _: device.close()))
+        return device
+
+    def open_members(self, uri: VolumeUri | str, *, deadline: Deadline | None = None) -> list[BlockDevice]:
+        """The devices of a volume's URI, in its order; for ``vol+tcp:`` every usable active namespace.
+
+        Which of them carry labels is the store's to say. When one fails none of them stays open.
+        """
+        self._check_open()
+        if isinstance(uri, str):
+            uri = parse_volume_uri(uri)
+        deadline = deadline or Deadline.after(OPEN_TIMEOUT_S)
+        uris: list[DeviceUri] = list(uri.members)
+        if uri.subsystem is not None:
+            uris += self._namespace_uris(uri.subsystem, deadline)
+        members: list[BlockDevice] = []
+        try:
+            for member_uri in uris:
+                members.append(self.open_device(member_uri, deadline=deadline))
+        except BaseException:
+            for member in members:
+                member.close()
+            raise
+        return members
+
+    def _namespace_uris(self, subsystem: TcpUri, deadline: Deadline) -> list[DeviceUri]:
+        controller = self.controller(subsystem, deadline=deadline)
+        infos = scan(controller, deadline=deadline)
+        for info in infos:
+            if info.problem:
+                log.warning("%s nsid %d: left out: %s", controller.where, info.nsid, info.problem)
+        usable: list[DeviceUri] = [
+            dataclasses.replace(subsystem, nsid=info.nsid) for info in infos if not info.problem
+        ]
+        if not usable:
+            raise UsageError(
+                f"vol+{subsystem}: members: expected at least one usable namespace, "
+                f"got {len(infos)} active ones, none usable"
+            )
+        return usable
+
+    def _open_memory(self, uri: MemUri) -> MemoryDevice:
+        found = self._memories.get(uri.name)
+        if found is None:
+            if uri.size_bytes is None:
+                raise UsageError(f"{uri}: size: expected {uri}?size=SIZE where the name is opened first")
+            found = MemoryDevice(size_bytes=uri.size_bytes, name=uri.name)
+            self._memories[uri.name] = found
+            memory = found
+            self._closers.append((str(uri), lambda _: memory.close()))
+        elif uri.size_bytes not in (None, found.size_bytes):
+            raise UsageError(
+                f"{uri}: size: expected {found.size_bytes} as first opened, got {uri.size_bytes}"
+            )
+        return found
+
+    def close(self, deadline: Deadline | None = None) -> None:
+        """Close everything in reverse order; bounded, also with dead peers. Closing twice does nothing.
+
+        An interrupt (Ctrl-C) meanwhile skips what is left of the orderly shutdowns, still closes every
+        connection, and is raised again at the end.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        limit = deadline or Deadline.after(CLOSE_TIMEOUT_S)
+        interrupt: BaseException | None = None
+        closers = [*self._closers[::-1]]
+        if self._queue is not None:
+            queue = self._queue
+            closers.append(("queue", lambda _: queue.close()))
+        if self._admin is not None:
+            admin = self._admin
+            closers.append(("admin thread", lambda _: admin.close()))
+        for name, closer in closers:
+            try:
+                closer(limit)
+            except KvdevError as error:
+                log.warning("%s: close: %s", name, error)
+            except BaseException as error:
+                interrupt = interrupt or error
+                limit = Deadline.after(0)
+        self._closers.clear()
+        self._controllers.clear()
+        self._memories.clear()
+        if interrupt is not None:
+            raise interrupt
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("session: expected an open session, got a closed one")
+
+    def __enter__(self) -> Session:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
