@@ -1,0 +1,203 @@
+"""The back end ``cpu-numba``: which code this processor can run, threads over pages, scratch memory.
+
+Not here: the compiled code (``kvdev_kernels.cpu_code``, imported when the back end is opened); checks of arguments
+(``kvdev_kernels.dispatch``).
+Threads: one caller at a time; the GIL is released while pages move.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdev.buffers import AddressArray
+from kvdev.native.crc import crc32c, crc32c_combine
+from kvdev.units import MIB
+from kvdev_kernels.errors import BackendUnavailableError
+from kvdev_kernels.layout import PagedLayout
+
+TIER_FEATURES: dict[str, tuple[str, ...]] = {
+    "vpclmul": ("avx512f", "vpclmulqdq", "pclmul", "sse4.2", "crc32"),
+    "pclmul": ("pclmul", "sse4.2", "crc32"),
+    "sse42": ("sse4.2", "crc32"),
+    "portable": (),
+}
+"""Best first: the LLVM features that each tier's instructions need."""
+
+# Below this a second thread costs more than it saves.
+THREAD_SIZE_BYTES_MIN = 2 * MIB
+THREAD_COUNT_DEFAULT = 2
+# Larger batches do not stay in the last-level cache anyway, so they are written past it.
+STREAM_SIZE_BYTES_MIN = 4 * MIB
+CACHE_LINE_BYTES = 64
+
+
+def compiler_features() -> frozenset[str]:
+    """The instruction sets that this processor has and that Numba tells LLVM to use.
+
+    LLVM aborts the process when an instruction is asked for that its target lacks, so both must hold: a user may
+    narrow Numba's target with NUMBA_CPU_NAME and NUMBA_CPU_FEATURES.
+    """
+    import llvmlite.binding as llvm
+    import numba.core.config
+
+    config: Any = numba.core.config
+
+    try:
+        host = {name for name, has in llvm.get_host_cpu_features().items() if has}
+    except RuntimeError:
+        return frozenset()
+    if config.CPU_FEATURES is not None:
+        told = {word.strip() for word in str(config.CPU_FEATURES).split(",")}
+        host = {name for name in host if f"+{name}" in told}
+    elif not config.ENABLE_AVX:
+        host = {name for name in host if not name.startswith("avx")}
+    return frozenset(host)
+
+
+def runnable_tiers() -> list[str]:
+    """The tiers that run here, best first."""
+    has = compiler_features()
+    return [name for name, needs in TIER_FEATURES.items() if has.issuperset(needs)]
+
+
+def crc32c_of_zeros(size_bytes: int) -> int:
+    """CRC32C of that many zero bytes, by doubling."""
+    total, power, length = 0, crc32c(b"\0"), 1
+    while size_bytes:
+        if size_bytes & 1:
+            total = crc32c_combine(total, power, length)
+        power = crc32c_combine(power, power, length)
+        length *= 2
+        size_bytes >>= 1
+    return total
+
+
+class CpuKernels:
+    """Numba kernels of one tier; ``close`` ends its threads."""
+
+    backend = "cpu-numba"
+
+    def __init__(self, *, tier: str | None = None, thread_count: int | None = None) -> None:
+        try:
+            runnable = runnable_tiers()
+            from kvdev_kernels import cpu_code
+        except ImportError as error:
+            raise BackendUnavailableError(self.backend, f"numba cannot be imported: {error}") from error
+        if tier is None:
+            tier = runnable[0]
+        elif tier not in TIER_FEATURES:
+            raise BackendUnavailableError(
+                self.backend, f"no tier {tier!r}; tiers are {', '.join(TIER_FEATURES)}"
+            )
+        elif tier not in runnable:
+            raise BackendUnavailableError(
+                self.backend, f"tier {tier} needs {', '.join(TIER_FEATURES[tier])}, not all of which are here"
+            )
+        self.tier = tier
+        if thread_count is None:
+            thread_count = min(THREAD_COUNT_DEFAULT, len(os.sched_getaffinity(0)))
+        self.thread_count = max(1, thread_count)
+        self._code = cpu_code
+        self._moves: dict[bool, Any] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._zeros_crc: tuple[int, int] = (0, 0)
+
+    def pack(
+        self,
+        layout: PagedLayout,
+        table: npt.NDArray[np.int64],
+        addresses: AddressArray,
+        crc32c: npt.NDArray[np.uint32] | None,
+    ) -> None:
+        is_aligned = not bool((addresses % CACHE_LINE_BYTES).any())
+        self._move(layout, table, addresses, crc32c, is_pack=True, is_aligned=is_aligned)
+
+    def unpack(
+        self,
+        layout: PagedLayout,
+        table: npt.NDArray[np.int64],
+        addresses: AddressArray,
+        crc32c: npt.NDArray[np.uint32] | None,
+    ) -> None:
+        self._move(layout, table, addresses, crc32c, is_pack=False, is_aligned=layout.is_line_aligned)
+
+    def _move(
+        self,
+        layout: PagedLayout,
+        table: npt.NDArray[np.int64],
+        addresses: AddressArray,
+        checksums: npt.NDArray[np.uint32] | None,
+        *,
+        is_pack: bool,
+        is_aligned: bool,
+    ) -> None:
+        page_size = layout.geometry.page_size_bytes
+        page_count = len(addresses)
+        total = page_size * page_count
+        is_streamed = (
+            is_aligned and layout.run_size_bytes % CACHE_LINE_BYTES == 0 and total >= STREAM_SIZE_BYTES_MIN
+        )
+        shape = np.array(
+            [
+                layout.block_stride,
+                layout.token_count,
+                layout.token_stride,
+                layout.head_count,
+                layout.head_stride,
+                layout.run_size_bytes,
+                page_size,
+                is_pack,
+                is_streamed,
+            ],
+            dtype=np.int64,
+        )
+        if self._zeros_crc[0] != page_size:
+            self._zeros_crc = (page_size, crc32c_of_zeros(page_size))
+        out = np.empty(0, np.uint32) if checksums is None else checksums
+        move = self._compiled(has_crc=checksums is not None)
+
+        def part(first: int, last: int) -> None:
+            runs = np.empty((2, layout.runs_per_plane), np.int64)
+            state = np.empty(self._code.STATE_SIZE_BYTES + CACHE_LINE_BYTES, np.uint8)
+            state_address = -(-state.ctypes.data // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+            move(
+                layout.plane_addresses,
+                table,
+                addresses,
+                shape,
+                out,
+                runs,
+                state_address,
+                np.uint32(self._zeros_crc[1]),
+                first,
+                last,
+            )
+
+        share = min(self.thread_count, page_count, max(1, total // THREAD_SIZE_BYTES_MIN))
+        cuts = [page_count * index // share for index in range(share + 1)]
+        others = [self._submit(part, cuts[i], cuts[i + 1]) for i in range(1, share)]
+        part(0, cuts[1])
+        for other in others:
+            other.result()
+
+    def _submit(self, part: Any, first: int, last: int) -> Any:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.thread_count - 1, thread_name_prefix="kvdev-kernels")
+        return self._pool.submit(part, first, last)
+
+    def _compiled(self, *, has_crc: bool) -> Any:
+        move = self._moves.get(has_crc)
+        if move is None:
+            move = self._moves[has_crc] = self._code.build_move(self.tier, has_crc=has_crc)
+        return move
+
+    def close(self) -> None:
+        """End the threads; a later call starts them again."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
