@@ -82,7 +82,7 @@ def _array_addresses(pages: npt.NDArray[Any], page_size_bytes: int, *, is_writte
         raise UsageError(
             f"pages: expected a (n, {page_size_bytes}) uint8 array, got {pages.shape} {pages.dtype}"
         )
-    if pages.shape[1] > 1 and pages.strides[1] != 1:
+    if pages.shape[0] and pages.shape[1] > 1 and pages.strides[1] != 1:
         raise UsageError(f"pages: expected contiguous rows, got strides {pages.strides}")
     if is_written and not pages.flags.writeable:
         raise UsageError("pages: expected a writable array, got a read-only one")

@@ -1,0 +1,262 @@
+"""Back ends: choice, refusals, verification, threads, and tiers forced in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvdev.buffers import AddressedPages
+from kvdev.geometry import Geometry
+from kvdev.native.crc import crc32c
+from kvdev.staging import Arena
+from kvdev_kernels import (
+    BackendUnavailableError,
+    PagedLayout,
+    PageKernels,
+    ShapeError,
+    availability,
+    pack,
+    unpack,
+)
+from kvdev_kernels.cpu import TIER_FEATURES, crc32c_of_zeros, runnable_tiers
+from kvdev_kernels.testing import ENGINE_CASES, GuardedMemory, expected_pages
+
+SMALL = Geometry.preset("small")
+NHD = ENGINE_CASES[0]
+
+
+def make(
+    rng: np.random.Generator, geometry: Geometry = SMALL, blocks: int = 80
+) -> tuple[PagedLayout, object]:
+    tensors = NHD.make(GuardedMemory(rng), geometry, blocks, 16)
+    return NHD.layout(geometry, tensors), tensors
+
+
+def test_pack_and_unpack_when_default_then_lease_round_trip(rng: np.random.Generator) -> None:
+    layout, tensors = make(rng)
+    table = rng.permutation(80)[:64].reshape(2, 32)
+    with Arena(2 << 20) as arena, arena.lease(2, SMALL.page_size_bytes) as lease:
+        crc = pack(layout, table, lease)
+        assert np.array_equal(lease.array, expected_pages(NHD, SMALL, tensors, table))
+        assert crc is not None and crc.tolist() == [crc32c(page) for page in lease.array]
+        target, others = make(rng)
+        assert unpack(target, table, lease, verify=crc).is_ok.all()
+        assert np.array_equal(lease.array, expected_pages(NHD, SMALL, others, table))
+
+
+def test_unpack_when_a_page_differs_then_only_that_page_is_reported(rng: np.random.Generator) -> None:
+    layout, _ = make(rng)
+    table = rng.permutation(80)[:64].reshape(2, 32)
+    pages = np.zeros((2, SMALL.page_size_bytes), np.uint8)
+    crc = pack(layout, table, pages)
+    assert crc is not None
+    pages[1, 12345] ^= 4
+    result = unpack(layout, table, pages, verify=crc)
+    assert result.is_ok.tolist() == [True, False]
+    assert result.crc32c[0] == crc[0] and result.crc32c[1] == crc32c(pages[1])
+
+
+def test_pages_when_wrong_then_shape_error_and_nothing_moves(rng: np.random.Generator) -> None:
+    layout, _ = make(rng)
+    table = np.arange(32).reshape(1, 32)
+    with pytest.raises(ShapeError, match=r"pages: .*65536"):
+        pack(layout, table, np.zeros((1, 100), np.uint8))
+    read_only = np.zeros((1, SMALL.page_size_bytes), np.uint8)
+    read_only.flags.writeable = False
+    with pytest.raises(ShapeError, match="read-only"):
+        pack(layout, table, read_only)
+    with pytest.raises(ShapeError, match="at least 65536 bytes, got 4096"):
+        pack(layout, table, AddressedPages(np.array([4096], np.uint64), 4096, None))
+    with pytest.raises(ShapeError, match="verify: expected 1 whole numbers"):
+        unpack(layout, table, read_only, verify=[1, 2])
+    assert not read_only.any()
+
+
+def test_unpack_when_tensors_are_read_only_then_refused(rng: np.random.Generator) -> None:
+    tensors = NHD.make(GuardedMemory(rng), SMALL, 40, 16)
+    for tensor in tensors:
+        tensor.flags.writeable = False
+    pages = np.zeros((1, SMALL.page_size_bytes), np.uint8)
+    layout = NHD.layout(SMALL, tensors)
+    pack(layout, np.arange(32), pages)
+    with pytest.raises(ShapeError, match="writable"):
+        unpack(layout, np.arange(32), pages)
+
+
+def test_lease_when_released_then_refused(rng: np.random.Generator) -> None:
+    layout, _ = make(rng)
+    with Arena(2 << 20) as arena:
+        lease = arena.lease(1, SMALL.page_size_bytes)
+        lease.release()
+        with pytest.raises(ValueError, match="after release"):
+            pack(layout, np.arange(32), lease)
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu-numba:avx1024", "numpy:fast"])
+def test_backend_when_unknown_then_unavailable_error(name: str) -> None:
+    with pytest.raises(BackendUnavailableError) as caught:
+        PageKernels(name)
+    assert caught.value.reason
+
+
+def test_backend_when_named_by_environment_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVDEV_KERNELS", "numpy")
+    assert PageKernels().backend == "numpy"
+    assert PageKernels("cpu-numba").backend == "cpu-numba"
+    monkeypatch.setenv("KVDEV_KERNELS", "cpu-numba:portable")
+    assert PageKernels().tier == "portable"
+    monkeypatch.setenv("KVDEV_KERNELS", "nonsense")
+    with pytest.raises(BackendUnavailableError, match="nonsense"):
+        PageKernels()
+
+
+def test_availability_when_all_here_then_no_reasons() -> None:
+    assert availability() == {"cpu-numba": "", "numpy": ""}
+
+
+def test_threads_when_many_pages_then_same_bytes_and_checksums(rng: np.random.Generator) -> None:
+    geometry = Geometry.preset("medium")
+    layout, tensors = make(rng, geometry, blocks=300)
+    table = rng.permutation(300)[: 9 * 32].reshape(9, 32)
+    results = []
+    for threads in (1, 2, 5):
+        pages = np.zeros((9, geometry.page_size_bytes), np.uint8)
+        with PageKernels("cpu-numba", thread_count=threads) as kernels:
+            crc = kernels.pack(layout, table, pages)
+        assert crc is not None
+        results.append((pages, crc))
+    assert np.array_equal(results[0][0], expected_pages(NHD, geometry, tensors, table))
+    for pages, crc in results[1:]:
+        assert np.array_equal(pages, results[0][0]) and np.array_equal(crc, results[0][1])
+
+
+@pytest.mark.parametrize("tier", runnable_tiers())
+@pytest.mark.parametrize(
+    "size", [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 512, 513, 4095, 4096, 4097, 9216]
+)
+def test_checksum_when_any_length_then_equals_the_core(
+    tier: str, size: int, rng: np.random.Generator
+) -> None:
+    geometry = Geometry(
+        model_id="m",
+        layer_count=1,
+        kv_head_count=1,
+        head_size=size,
+        dtype="uint8",
+        tokens_per_page=2,
+        attention="mla",
+    )
+    tensor = rng.integers(0, 256, (4, 1, size), dtype=np.uint8)
+    pages = np.zeros((1, 2 * size), np.uint8)
+    crc = PageKernels(f"cpu-numba:{tier}").pack(PagedLayout.from_vllm_mla(geometry, [tensor]), [3, 1], pages)
+    assert crc is not None and int(crc[0]) == crc32c(tensor[3].tobytes() + tensor[1].tobytes())
+
+
+def test_checksum_when_known_answer_then_equal() -> None:
+    geometry = Geometry(
+        model_id="m",
+        layer_count=1,
+        kv_head_count=1,
+        head_size=9,
+        dtype="uint8",
+        tokens_per_page=1,
+        attention="mla",
+    )
+    tensor = np.frombuffer(b"123456789", np.uint8).reshape(1, 1, 9)
+    for tier in runnable_tiers():
+        pages = np.zeros((1, 9), np.uint8)
+        crc = PageKernels(f"cpu-numba:{tier}").pack(PagedLayout.from_vllm_mla(geometry, [tensor]), [0], pages)
+        assert crc is not None and int(crc[0]) == 0xE3069283
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 31, 4096, 65537])
+def test_crc_of_zeros_when_any_length_then_equals_the_core(size: int) -> None:
+    assert crc32c_of_zeros(size) == crc32c(bytes(size))
+
+
+CHECK = """
+import numpy as np
+from kvdev.geometry import Geometry
+from kvdev.native.crc import crc32c
+from kvdev_kernels import PageKernels
+from kvdev_kernels.testing import ENGINE_CASES, GuardedMemory, expected_pages
+kernels = PageKernels("cpu-numba")
+for case in ENGINE_CASES[:2]:
+    geometry = Geometry.preset("small")
+    tensors = case.make(GuardedMemory(np.random.default_rng(1)), geometry, 40, 16)
+    pages = np.zeros((1, geometry.page_size_bytes), np.uint8)
+    crc = kernels.pack(case.layout(geometry, tensors), np.arange(32), pages)
+    assert (pages == expected_pages(case, geometry, tensors, np.arange(32).reshape(1, 32))).all()
+    assert int(crc[0]) == crc32c(pages)
+print(kernels.tier)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "tier"),
+    [
+        ({"NUMBA_CPU_NAME": "generic"}, "portable"),
+        ({"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+sse4.2,+crc32"}, "sse42"),
+        ({"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+sse4.2,+crc32,+pclmul"}, "pclmul"),
+        ({"NUMBA_ENABLE_AVX": "0"}, "pclmul"),
+    ],
+)
+def test_tier_when_compiler_is_narrowed_then_lower_tier_and_no_abort(
+    environment: dict[str, str], tier: str
+) -> None:
+    if tier not in runnable_tiers():
+        pytest.skip(f"this processor lacks {', '.join(TIER_FEATURES[tier])}")
+    run = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == tier
+
+
+def test_tier_when_forced_beyond_the_compiler_then_unavailable_not_abort() -> None:
+    code = (
+        "from kvdev_kernels import PageKernels, BackendUnavailableError\n"
+        "try: PageKernels('cpu-numba:vpclmul')\n"
+        "except BackendUnavailableError as error: print(error.reason)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "NUMBA_CPU_NAME": "generic"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0 and "tier vpclmul needs avx512f" in run.stdout, run.stderr
+
+
+def test_package_when_imported_then_numba_is_not() -> None:
+    code = "import sys, kvdev_kernels; assert 'numba' not in sys.modules and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_package_when_numba_is_missing_then_numpy_and_the_reason() -> None:
+    code = (
+        "import sys; sys.modules['numba'] = None; sys.modules['llvmlite'] = None\n"
+        "from kvdev_kernels import PageKernels, availability\n"
+        "assert PageKernels().backend == 'numpy'; assert 'cannot be imported' in availability()['cpu-numba']"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "KVDEV_KERNELS"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
+
+
+def test_memory_when_kernels_have_run_then_process_stays_small() -> None:
+    code = (
+        CHECK + "\nprint(max(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert int(run.stdout.split()[-1]) < 250 * 1024
