@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvdev.errors import UsageError
 from kvdev.wire.layout import WireError, WireStruct, nqn, padded, parse_u32_list, raw, u8, u16, u32, u64, uint
@@ -396,8 +396,3 @@ def build_supported_log(lids: Sequence[int]) -> bytes:
 def cut_log(page: bytes, *, offset: int, byte_count: int) -> bytes:
     """The part of a page a host asked for, zero filled past its end (Base 5.1.12)."""
     return page[offset : offset + byte_count].ljust(byte_count, b"\0")
-
-
-def log_fields(page: WireStruct) -> dict[str, Any]:
-    """Field name to value, for printing."""
-    return dict(vars(page))

@@ -141,4 +141,5 @@ def test_canary_when_planes_are_swapped_then_the_bytes_differ(kernels: dict[str,
         pages = np.zeros_like(expected)
         good = mover.pack(layout, table, pages)
         bad = mover.pack(broken, table, pages)
+        assert good is not None and bad is not None
         assert not np.array_equal(pages, expected) and not np.array_equal(good, bad)
