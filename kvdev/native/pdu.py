@@ -389,3 +389,56 @@ def build_c2h_data(link: Link, *, cccid: int, datao: int, datal: int, flags: int
 def build_r2t(link: Link, *, cccid: int, ttag: int, r2to: int, r2tl: int) -> bytes:
     out = _room()
     return _built(lib.kvdev_pdu_build_r2t(out, link.to_c(), cccid, ttag, r2to, r2tl), out)
+
+
+# ---- the seeded mutation loop ----
+
+
+@dataclass(frozen=True)
+class FuzzReport:
+    """``struct kvdev_pdu_fuzz_report``."""
+
+    stream_count: int
+    pdu_count: int
+    mutation_count: int
+    header_count: int
+    data_count: int
+    fault_count: int
+    digest_error_count: int
+    unmutated_fault_count: int
+    mismatch_count: int
+    mismatch_seed: int
+    rules: dict[str, int]
+    """Faults by rule name."""
+
+
+def fuzz(*, seed: int, pdu_count: int) -> FuzzReport:
+    """Give mutated streams of ``pdu_count`` PDUs to receivers that see them in different pieces."""
+    report = ffi.new("struct kvdev_pdu_fuzz_report *")
+    lib.kvdev_pdu_fuzz(seed, pdu_count, report)
+    names = rule_names()
+    return FuzzReport(
+        stream_count=report.stream_count,
+        pdu_count=report.pdu_count,
+        mutation_count=report.mutation_count,
+        header_count=report.header_count,
+        data_count=report.data_count,
+        fault_count=report.fault_count,
+        digest_error_count=report.digest_error_count,
+        unmutated_fault_count=report.unmutated_fault_count,
+        mismatch_count=report.mismatch_count,
+        mismatch_seed=report.mismatch_seed,
+        rules={name: report.rule_count[index + 1] for index, name in enumerate(names)},
+    )
+
+
+def parse_many(link: Link, count: int) -> int:
+    """Parse one legal C2HData ``count`` times in the core, for benchmarks; the number accepted."""
+    return int(lib.kvdev_pdu_parse_many(link.to_c(), count))
+
+
+def make_fault(rule: str, *, pdu_type: int, expected: int, actual: int) -> Fault:
+    """A fault by its rule's name, as C code outside the machine reports its own verdicts."""
+    fault = ffi.new("struct kvdev_pdu_fault *")
+    lib.kvdev_pdu_fault_set(fault, rule_names().index(rule) + 1, pdu_type, expected, actual)
+    return _fault_from_c(fault)
