@@ -332,7 +332,7 @@ class SpdkRpc:
     # Bdevs.
 
     def bdev_get_bdevs(self, *, name: str | None = None, timeout_ms: int | None = None) -> list[BdevInfo]:
-        """All bdevs, or the one of that name, waiting up to timeout_ms for it to appear (-19 else)."""
+        """All bdevs, or the one of that name, waiting up to timeout_ms for it to appear (-110, without a wait -19)."""
         return cast("list[BdevInfo]", self._list("bdev_get_bdevs", {"name": name, "timeout": timeout_ms}))
 
     def bdev_wait_for_examine(self) -> bool:

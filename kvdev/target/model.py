@@ -560,7 +560,9 @@ class TargetModel:
         try:
             size_bytes, detected_bytes = probe_file(filename, is_readonly=is_readonly)
         except OSError as error:
-            raise errno_error(error.errno or errno.EIO, f"filename: {filename}") from error
+            code = error.errno or errno.EIO
+            reason = "" if error.strerror == os.strerror(code) else f": {error.strerror}"
+            raise errno_error(code, f"filename: {filename}{reason}") from error
         wanted_bytes = block_size_bytes or detected_bytes
         if wanted_bytes < 512 or not is_power_of_two(wanted_bytes):
             raise errno_error(

@@ -441,7 +441,8 @@ class RpcMethods:
                 self._bdev_waiters.discard(waiter)
             found = self._model.bdev(name)
         if found is None:
-            raise m.errno_error(errno.ENODEV, f"bdev {name!r}")
+            # SPDK says so when it was asked to wait.
+            raise m.errno_error(errno.ETIMEDOUT if timeout else errno.ENODEV, f"bdev {name!r}")
         return [self._bdev_info(found)]
 
     def _bdev_info(self, bdev: m.Bdev) -> Result:

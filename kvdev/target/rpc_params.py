@@ -44,10 +44,11 @@ def decode_object(
     fields: Mapping[str, Field], untrusted: Any, *, path: str = "", is_relaxed: bool = False
 ) -> dict[str, Any]:
     """Decode an object into the fields that were given; ``is_relaxed`` skips unknown names."""
+    place = path.removesuffix(".") or "params"
     if not isinstance(untrusted, dict):
-        raise ParamsError(f"{path or 'params'}: expected an object, got {_type_name(untrusted)}")
+        raise ParamsError(f"{place}: expected an object, got {_type_name(untrusted)}")
     if isinstance(untrusted, DuplicateKeys):
-        raise ParamsError(f"{path or 'params'}: a name is given twice")
+        raise ParamsError(f"{place}: a name is given twice")
     decoded: dict[str, Any] = {}
     for name, value in untrusted.items():
         if name in fields:
