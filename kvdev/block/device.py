@@ -225,6 +225,8 @@ def _abandon_rest(
     limit = Deadline.after(_ABANDON_WAIT_S, clock=deadline.clock)
     while completed < submitted:
         done = queue.poll(min_count=min(submitted - completed, POLL_COUNT_MAX), deadline=limit)
+        # They ended because the time was over; that their connection went with them is the consequence.
+        done["error"][done["error"] == -errno.ENOTCONN] = -errno.ETIMEDOUT
         done_all[done["tag"].astype(np.int64)] = done
         completed += len(done)
         assert len(done) or not limit.is_expired, "a queue completes what it abandoned"
