@@ -1,0 +1,674 @@
+/* Commands of the target: from a capsule to the operation on a device and to the response's segments. */
+#include <errno.h>
+#include <string.h>
+
+#include "crc32c.h"
+#include "target_int.h"
+
+#define OPC_FABRICS 0x7f
+#define OPC_FLUSH 0x00
+#define OPC_WRITE 0x01
+#define OPC_READ 0x02
+#define OPC_COMPARE 0x05
+#define OPC_WRITE_ZEROES 0x08
+#define OPC_DSM 0x09
+#define FCTYPE_CONNECT 0x01
+#define CDW12_FUA (1u << 30)
+#define DSM_ATTRIBUTE_DEALLOCATE (1u << 2)
+#define DSM_RANGE_BYTES 16u
+
+static int cid_mark(struct connection *connection, uint16_t cid)
+{
+    uint8_t bit = (uint8_t)(1u << (cid & 7));
+    if (connection->cid_outstanding[cid >> 3] & bit)
+        return 0;
+    connection->cid_outstanding[cid >> 3] |= bit;
+    return 1;
+}
+
+static void buffer_return(struct request *request)
+{
+    struct poller *poller = request->connection->poller;
+    if (!request->buffer)
+        return;
+    poller->buffers[poller->buffer_count++] = request->buffer;
+    request->buffer = NULL;
+}
+
+/* The request is over, its response sent or its connection gone: nothing of it is touched after. */
+void command_release(struct request *request)
+{
+    struct connection *connection = request->connection;
+    if (request->state == REQUEST_FREE)
+        return;
+    if (request->state == REQUEST_R2T_SENT)
+        connection->r2t_open--;
+    if (request->has_cid)
+        connection->cid_outstanding[request->sqe.cid >> 3] &= (uint8_t) ~(1u << (request->sqe.cid & 7));
+    if (request->ns) {
+        target_namespace_put(connection->target, request->ns);
+        request->ns = NULL;
+    }
+    buffer_return(request);
+    if (connection->rx_request == request)
+        connection->rx_request = NULL;
+    request->state = REQUEST_FREE;
+    connection->outstanding--;
+    list_push_front(&connection->free, request); /* last in, first out: its staging memory is warm */
+}
+
+/* ---- responses ---- */
+
+static size_t response_build(struct request *request, uint8_t *at)
+{
+    struct connection *connection = request->connection;
+    uint8_t wire[KVDEV_CQE_BYTES];
+    struct kvdev_cqe cqe = {
+        .dw0 = request->dw0,
+        .dw1 = request->dw1,
+        .sqhd = connection->sq_flow_control_off ? 0 : connection->sq_head,
+        .sqid = 0,
+        .cid = request->sqe.cid,
+        .status_p = (uint16_t)(request->status << 1),
+    };
+    if (request->is_control && request->completion.action == KVDEV_TARGET_ACTION_BIND &&
+        request->completion.sq_flow_control_off)
+        cqe.sqhd = 0xffff; /* Base 2.2, 6.3: how a controller agrees to go without SQ flow control */
+    kvdev_cqe_store(&cqe, wire);
+    return kvdev_pdu_build_capsule_resp(at, &connection->rx.link, wire);
+}
+
+/* Queue the response: data to the host first where there is some and the status is success. */
+static void respond(struct request *request)
+{
+    struct connection *connection = request->connection;
+    const struct kvdev_pdu_link *link = &connection->rx.link;
+    size_t at = 0;
+    int has_data = request->is_read_response && request->status == ST_SUCCESS && request->data_len > 0;
+    request->segment_index = 0;
+    request->segment_count = 0;
+    if (has_data) {
+        int is_success_in_data = connection->sq_flow_control_off && connection->transport.c2h_success &&
+                                 request->dw0 == 0 && request->dw1 == 0;
+        uint8_t flags = KVDEV_PDU_FLAG_LAST;
+        if (is_success_in_data)
+            flags |= KVDEV_PDU_FLAG_SUCCESS;
+        at = kvdev_pdu_build_c2h_data(request->head, link, request->sqe.cid, 0, request->data_len, flags);
+        request->segments[0] = (struct segment){ request->head, at };
+        request->segments[1] = (struct segment){ request->data, request->data_len };
+        size_t tail = at;
+        if (link->ddgst) {
+            kvdev_pdu_build_ddgst(request->head + at, kvdev_crc32c(0, request->data, request->data_len));
+            at += KVDEV_PDU_DIGEST_BYTES;
+        }
+        if (!is_success_in_data)
+            at += response_build(request, request->head + at);
+        request->segments[2] = (struct segment){ request->head + tail, at - tail };
+        request->segment_count = 3;
+    } else {
+        at = response_build(request, request->head);
+        request->segments[0] = (struct segment){ request->head, at };
+        request->segment_count = 1;
+    }
+    request->state = REQUEST_SENDING;
+    list_push(&connection->tx, request);
+    connection_mark_dirty(connection);
+}
+
+static void fail(struct request *request, uint16_t status)
+{
+    request->status = status;
+    respond(request);
+}
+
+static void request_r2t(struct request *request)
+{
+    struct connection *connection = request->connection;
+    size_t len = kvdev_pdu_build_r2t(request->head, &connection->rx.link, request->sqe.cid,
+                                     (uint16_t)(request->index + 1), 0, request->data_len);
+    request->r2t = (struct kvdev_pdu_r2t){
+        .offset = 0, .length = request->data_len, .received = 0, .cccid = request->sqe.cid, .active = 0
+    };
+    request->segments[0] = (struct segment){ request->head, len };
+    request->segment_index = 0;
+    request->segment_count = 1;
+    request->state = REQUEST_R2T_QUEUED;
+    list_push(&connection->tx, request);
+    connection_mark_dirty(connection);
+}
+
+void command_r2t_sent(struct request *request)
+{
+    request->state = REQUEST_R2T_SENT;
+    request->r2t.active = 1;
+    request->connection->r2t_open++;
+}
+
+/* ---- operations ---- */
+
+static uint16_t status_of(int error, int op)
+{
+    switch (error) {
+    case 0:
+        return ST_SUCCESS;
+    case -EILSEQ:
+        return ST_COMPARE_FAILURE;
+    case -EROFS:
+        return ST_WRITE_PROTECTED;
+    case -ENOSPC:
+    case -EDQUOT:
+        return ST_CAPACITY_EXCEEDED;
+    case -EINVAL:
+        return ST_INVALID_FIELD;
+    case -EIO:
+        return op == KVDEV_BDEV_OP_READ || op == KVDEV_BDEV_OP_COMPARE ? ST_READ_ERROR : ST_WRITE_FAULT;
+    default:
+        return ST_INTERNAL_ERROR;
+    }
+}
+
+static void dsm_execute(struct request *request)
+{
+    uint32_t count = request->data_len / DSM_RANGE_BYTES;
+    request->error = 0;
+    for (uint32_t i = 0; i < count && !request->error; i++) {
+        const uint8_t *range = request->data + (size_t)i * DSM_RANGE_BYTES;
+        uint64_t length = (uint64_t)kvdev_load_le32(range + 4) * request->block_size;
+        uint64_t offset = kvdev_load_le64(range + 8) * request->block_size;
+        if (length)
+            request->error =
+                kvdev_bdev_execute(request->bdev, KVDEV_BDEV_OP_DEALLOCATE, 0, offset, length, NULL);
+    }
+}
+
+void command_execute(struct request *request)
+{
+    if (request->op == KVDEV_BDEV_OP_DEALLOCATE && request->sqe.opc == OPC_DSM) {
+        dsm_execute(request);
+        return;
+    }
+    request->error = kvdev_bdev_execute(request->bdev, request->op, request->op_flags, request->offset,
+                                        request->length, request->data);
+}
+
+/* The operation's data is where it must be: run it here, or lend the request to a worker. */
+static void execute(struct request *request)
+{
+    struct connection *connection = request->connection;
+    struct kvdev_bdev_info info;
+    kvdev_bdev_info_read(request->bdev, &info);
+    if (info.may_block) {
+        request->state = REQUEST_EXECUTING;
+        connection->lent++;
+        target_work_push(connection->target, request);
+        return;
+    }
+    command_execute(request);
+    request->status = status_of(request->error, request->op);
+    respond(request);
+}
+
+/* All data of a command that takes data is there. */
+static void data_ready(struct request *request)
+{
+    if (request->is_bad_digest) {
+        fail(request, ST_TRANSIENT_TRANSPORT); /* TCP 3.3.1.1: the command fails, the connection goes on */
+        return;
+    }
+    if (request->is_control) {
+        request->state = REQUEST_CONTROL;
+        request->connection->lent++;
+        target_control_push(request->connection->target, request);
+        return;
+    }
+    if (request->is_direct) {
+        kvdev_bdev_account(request->bdev, request->op, request->offset, request->length,
+                           target_now_ns() - request->arrival_ns, 0);
+        respond(request);
+        return;
+    }
+    if (request->sqe.opc == OPC_DSM) {
+        struct kvdev_bdev_info info;
+        kvdev_bdev_info_read(request->bdev, &info);
+        for (uint32_t at = 0; at < request->data_len; at += DSM_RANGE_BYTES) {
+            uint64_t lba_count = kvdev_load_le32(request->data + at + 4);
+            uint64_t slba = kvdev_load_le64(request->data + at + 8);
+            if (slba > info.block_count || lba_count > info.block_count - slba) {
+                fail(request, ST_LBA_RANGE);
+                return;
+            }
+        }
+        if (!(request->sqe.cdw11 & DSM_ATTRIBUTE_DEALLOCATE)) {
+            respond(request); /* access hints only: nothing to do */
+            return;
+        }
+    }
+    execute(request);
+}
+
+/* The request has memory for its data: a read or a control command starts, a write asks for its data. */
+static void memory_ready(struct request *request)
+{
+    if (request->direction == KVDEV_DIR_H2C) {
+        request_r2t(request);
+        return;
+    }
+    if (request->is_control) {
+        memset(request->data, 0, request->data_len);
+        data_ready(request);
+        return;
+    }
+    execute(request);
+}
+
+void command_buffer_granted(struct request *request)
+{
+    request->data = request->buffer;
+    memory_ready(request);
+}
+
+/* Give a request that cannot go straight its memory: its own stage, or a large buffer when one is free. */
+static void memory_take(struct request *request)
+{
+    struct poller *poller = request->connection->poller;
+    if (request->data_len <= KVDEV_TARGET_STAGE_BYTES) {
+        request->data = request->stage;
+        memory_ready(request);
+        return;
+    }
+    if (poller->buffer_count == 0 || poller->wait_buffer.first) {
+        request->state = REQUEST_WAIT_BUFFER;
+        list_push(&poller->wait_buffer, request);
+        return;
+    }
+    request->buffer = poller->buffers[--poller->buffer_count];
+    command_buffer_granted(request);
+}
+
+/* The control thread has decided on a Connect. */
+static void connect_decided(struct request *request)
+{
+    const struct kvdev_target_completion *done = &request->completion;
+    struct connection *connection = request->connection;
+    connection->is_connecting = 0;
+    if (done->action != KVDEV_TARGET_ACTION_BIND)
+        return;
+    struct kvdev_target *target = connection->target;
+    struct target_controller *controller = &target->controllers[done->controller];
+    if (atomic_load(&controller->is_dead)) {
+        /* Its association ended while Connect was decided. */
+        request->completion.action = KVDEV_TARGET_ACTION_NONE;
+        request->status = ST_COMMAND_SEQUENCE;
+        request->dw0 = 0;
+        return;
+    }
+    atomic_fetch_add(&controller->connection_count, 1);
+    connection->controller = controller;
+    connection->controller_index = done->controller;
+    connection->qid = done->qid;
+    connection->sq_entries = (uint16_t)(done->sqsize + 1);
+    connection->request_limit = connection->sq_entries;
+    connection->sq_flow_control_off = done->sq_flow_control_off;
+    connection->sq_head = (uint16_t)(1 % connection->sq_entries);
+    connection->state = CONNECTION_LIVE;
+    connection->deadline_ns = 0;
+    struct poller *poller = connection->poller;
+    poller->deadline_count--;
+    atomic_fetch_sub(&poller->unbound_now, 1);
+    atomic_fetch_add(done->qid ? &poller->io_qpairs : &poller->admin_qpairs, 1);
+    atomic_fetch_add(done->qid ? &poller->io_qpairs_now : &poller->admin_qpairs_now, 1);
+    connection->rx.link.in_capsule_max =
+        done->qid ? connection->transport.in_capsule_data_size : KVDEV_PDU_IN_CAPSULE_ADMIN;
+}
+
+void command_returned(struct request *request)
+{
+    struct connection *connection = request->connection;
+    connection->lent--;
+    if (connection->state == CONNECTION_CLOSED || connection->state == CONNECTION_LINGER) {
+        command_release(request);
+        atomic_store(&connection->poller->scan, 1); /* it may have been the last one */
+        return;
+    }
+    if (!request->is_control) {
+        request->status = status_of(request->error, request->op);
+        respond(request);
+        return;
+    }
+    request->status = request->completion.status;
+    request->dw0 = request->completion.dw0;
+    request->dw1 = request->completion.dw1;
+    if (connection->state == CONNECTION_WAIT_CONNECT)
+        connect_decided(request);
+    respond(request);
+}
+
+/* ---- capsules ---- */
+
+/* Check the SGL of a command that moves `need` bytes (I/O) or its SGL's length (control, need 0). */
+static uint16_t sgl_check(const struct request *request, uint32_t need, uint32_t capsule_len)
+{
+    const struct kvdev_sqe *sqe = &request->sqe;
+    if ((sqe->flags >> 6) != 1)
+        return ST_INVALID_FIELD; /* PSDT: SGLs only over Fabrics */
+    if (sqe->sgl_type == KVDEV_SGL_IN_CAPSULE && request->direction == KVDEV_DIR_H2C) {
+        if (sqe->sgl_addr != 0)
+            return ST_SGL_OFFSET; /* ICDOFF is 0 and nothing comes before the data */
+        if (sqe->sgl_len != capsule_len || sqe->sgl_len < need)
+            return ST_DATA_SGL_LENGTH;
+        return ST_SUCCESS;
+    }
+    if (sqe->sgl_type != KVDEV_SGL_TRANSPORT)
+        return ST_SGL_TYPE;
+    if (sqe->sgl_len < need || capsule_len != 0)
+        return ST_DATA_SGL_LENGTH;
+    return ST_SUCCESS;
+}
+
+static void move_data(struct request *request, uint32_t capsule_len)
+{
+    if (request->direction == KVDEV_DIR_H2C && capsule_len > 0) {
+        request->data = request->stage;
+        data_ready(request);
+        return;
+    }
+    memory_take(request);
+}
+
+static void control_start(struct request *request, uint32_t capsule_len)
+{
+    const struct kvdev_sqe *sqe = &request->sqe;
+    struct connection *connection = request->connection;
+    uint8_t code = sqe->opc == OPC_FABRICS ? (uint8_t)sqe->nsid : sqe->opc;
+    request->is_control = 1;
+    request->direction = sqe->sgl_len ? code & 3 : KVDEV_DIR_NONE;
+    /* Opcode bits 1:0 say host to controller 01b and controller to host 10b. */
+    request->direction = request->direction == 1   ? KVDEV_DIR_H2C
+                         : request->direction == 2 ? KVDEV_DIR_C2H
+                                                   : KVDEV_DIR_NONE;
+    request->is_read_response = request->direction == KVDEV_DIR_C2H;
+    request->data_len = 0;
+    if (request->direction == KVDEV_DIR_NONE) {
+        request->data = request->stage;
+        data_ready(request);
+        return;
+    }
+    uint16_t status = sgl_check(request, 0, capsule_len);
+    if (status == ST_SUCCESS && (sqe->sgl_len > connection->transport.max_io_size || sqe->sgl_len % 4 != 0))
+        status = ST_INVALID_FIELD;
+    if (status != ST_SUCCESS) {
+        request->is_read_response = 0;
+        fail(request, status);
+        return;
+    }
+    request->data_len = sqe->sgl_len;
+    move_data(request, capsule_len);
+}
+
+static uint16_t namespace_get(struct request *request)
+{
+    struct connection *connection = request->connection;
+    struct target_subsystem *subsystem = connection->controller->subsystem;
+    uint32_t nsid = request->sqe.nsid;
+    if (nsid == 0 || nsid > subsystem->nsid_max)
+        return ST_INVALID_NAMESPACE;
+    struct target_namespace *ns = &subsystem->namespaces[nsid - 1];
+    /* Counted first, looked at second: kvdev_target_namespace_clear does it the other way round, so one of
+     * the two always sees the other. */
+    atomic_fetch_add(&ns->outstanding, 1);
+    struct kvdev_bdev *bdev = atomic_load(&ns->bdev);
+    if (!bdev) {
+        target_namespace_put(connection->target, ns);
+        return ST_INVALID_NAMESPACE;
+    }
+    request->ns = ns;
+    request->bdev = bdev;
+    return ST_SUCCESS;
+}
+
+static uint16_t io_range(struct request *request, const struct kvdev_bdev_info *info)
+{
+    const struct kvdev_sqe *sqe = &request->sqe;
+    uint64_t slba = (uint64_t)sqe->cdw10 | ((uint64_t)sqe->cdw11 << 32);
+    uint64_t lba_count = (uint64_t)(sqe->cdw12 & 0xffff) + 1;
+    if (slba > info->block_count || lba_count > info->block_count - slba)
+        return ST_LBA_RANGE;
+    request->offset = slba * info->block_size;
+    request->length = lba_count * info->block_size;
+    if (sqe->cdw12 & CDW12_FUA)
+        request->op_flags = KVDEV_BDEV_FUA;
+    return ST_SUCCESS;
+}
+
+static uint16_t io_prepare(struct request *request, const struct kvdev_bdev_info *info)
+{
+    struct connection *connection = request->connection;
+    switch (request->sqe.opc) {
+    case OPC_FLUSH:
+        request->op = KVDEV_BDEV_OP_FLUSH;
+        request->offset = 0;
+        request->length = info->block_count * info->block_size;
+        return ST_SUCCESS;
+    case OPC_WRITE_ZEROES:
+        request->op = KVDEV_BDEV_OP_WRITE_ZEROES;
+        return io_range(request, info);
+    case OPC_DSM:
+        request->op = KVDEV_BDEV_OP_DEALLOCATE;
+        request->direction = KVDEV_DIR_H2C;
+        request->data_len = ((request->sqe.cdw10 & 0xff) + 1) * DSM_RANGE_BYTES;
+        return ST_SUCCESS;
+    default:
+        break;
+    }
+    uint16_t status = io_range(request, info);
+    if (status != ST_SUCCESS)
+        return status;
+    if (request->length > connection->transport.max_io_size)
+        return ST_INVALID_FIELD; /* above MDTS */
+    request->data_len = (uint32_t)request->length;
+    request->direction = request->sqe.opc == OPC_READ ? KVDEV_DIR_C2H : KVDEV_DIR_H2C;
+    request->is_read_response = request->sqe.opc == OPC_READ;
+    request->op = request->sqe.opc == OPC_READ    ? KVDEV_BDEV_OP_READ
+                  : request->sqe.opc == OPC_WRITE ? KVDEV_BDEV_OP_WRITE
+                                                  : KVDEV_BDEV_OP_COMPARE;
+    return ST_SUCCESS;
+}
+
+static uint16_t io_check(struct request *request, uint32_t capsule_len, struct kvdev_bdev_info *info)
+{
+    struct connection *connection = request->connection;
+    const struct kvdev_sqe *sqe = &request->sqe;
+    if (!atomic_load(&connection->controller->is_ready))
+        return ST_COMMAND_SEQUENCE;
+    if (sqe->flags & 3)
+        return ST_INVALID_FIELD; /* FUSES is 0 */
+    switch (sqe->opc) {
+    case OPC_FLUSH:
+    case OPC_WRITE:
+    case OPC_READ:
+    case OPC_COMPARE:
+    case OPC_WRITE_ZEROES:
+    case OPC_DSM:
+        break;
+    case OPC_FABRICS:
+        return (uint8_t)sqe->nsid == FCTYPE_CONNECT ? ST_COMMAND_SEQUENCE : ST_INVALID_FIELD;
+    default:
+        return ST_INVALID_OPCODE;
+    }
+    uint16_t status = namespace_get(request);
+    if (status != ST_SUCCESS)
+        return status;
+    kvdev_bdev_info_read(request->bdev, info);
+    status = io_prepare(request, info);
+    if (status == ST_SUCCESS && request->data_len > 0)
+        status = sgl_check(request, request->data_len, capsule_len);
+    if (status == ST_SUCCESS && info->is_readonly && request->op != KVDEV_BDEV_OP_READ &&
+        request->op != KVDEV_BDEV_OP_FLUSH && request->op != KVDEV_BDEV_OP_COMPARE)
+        status = ST_WRITE_PROTECTED;
+    return status;
+}
+
+static void io_start(struct request *request, uint32_t capsule_len)
+{
+    struct connection *connection = request->connection;
+    struct kvdev_bdev_info info;
+    uint16_t status = io_check(request, capsule_len, &info);
+    if (status != ST_SUCCESS) {
+        request->is_read_response = 0;
+        fail(request, status);
+        return;
+    }
+    request->block_size = info.block_size;
+    if (request->data_len == 0) {
+        execute(request);
+        return;
+    }
+    int is_write_unchecked = request->direction == KVDEV_DIR_H2C && connection->rx.link.ddgst;
+    if (request->data_len > KVDEV_TARGET_STAGE_BYTES && request->op <= KVDEV_BDEV_OP_WRITE && capsule_len == 0 &&
+        !is_write_unchecked) {
+        request->data = kvdev_bdev_direct(request->bdev, request->offset, request->length);
+        if (request->data) {
+            request->is_direct = 1;
+            if (request->direction == KVDEV_DIR_H2C) {
+                request_r2t(request);
+                return;
+            }
+            kvdev_bdev_account(request->bdev, request->op, request->offset, request->length,
+                               target_now_ns() - request->arrival_ns, 0);
+            respond(request);
+            return;
+        }
+    }
+    move_data(request, capsule_len);
+}
+
+static void capsule_start(struct request *request, uint32_t capsule_len)
+{
+    struct connection *connection = request->connection;
+    if (request->is_bad_digest) {
+        fail(request, ST_TRANSIENT_TRANSPORT);
+        return;
+    }
+    if (connection->state == CONNECTION_WAIT_CONNECT) {
+        int is_connect = request->sqe.opc == OPC_FABRICS && (uint8_t)request->sqe.nsid == FCTYPE_CONNECT;
+        if (!is_connect || connection->is_connecting) {
+            fail(request, ST_COMMAND_SEQUENCE);
+            return;
+        }
+        connection->is_connecting = 1;
+        control_start(request, capsule_len);
+        if (request->state == REQUEST_SENDING)
+            connection->is_connecting = 0; /* refused before anybody decided on it */
+        return;
+    }
+    if (connection->qid == 0)
+        control_start(request, capsule_len);
+    else
+        io_start(request, capsule_len);
+}
+
+static void request_reset(struct request *request)
+{
+    request->ns = NULL;
+    request->bdev = NULL;
+    request->data = NULL;
+    request->buffer = NULL;
+    request->offset = 0;
+    request->length = 0;
+    request->data_len = 0;
+    request->dw0 = 0;
+    request->dw1 = 0;
+    request->error = 0;
+    request->status = ST_SUCCESS;
+    request->direction = KVDEV_DIR_NONE;
+    request->op = 0;
+    request->op_flags = 0;
+    request->is_direct = 0;
+    request->is_control = 0;
+    request->has_cid = 0;
+    request->is_bad_digest = 0;
+    request->is_read_response = 0;
+    request->segment_count = 0;
+    request->r2t.active = 0;
+    request->completion.action = KVDEV_TARGET_ACTION_NONE;
+}
+
+/* A CapsuleCmd's header is there. */
+void command_capsule(struct connection *connection)
+{
+    struct kvdev_pdu_rx *rx = &connection->rx;
+    if (connection->outstanding >= connection->request_limit || !connection->free.first) {
+        struct kvdev_pdu_fault fault;
+        kvdev_pdu_fault_set(&fault, KVDEV_RULE_CAPSULE_OVERRUN, KVDEV_PDU_CAPSULE_CMD, connection->request_limit,
+                            (uint64_t)connection->outstanding + 1);
+        /* Base 2.2, 3.3.2: a submit to a full queue ends the association. */
+        if (connection->controller)
+            atomic_store(&connection->controller->is_dead, 1);
+        connection_fault(connection, &fault);
+        return;
+    }
+    struct request *request = list_pop(&connection->free);
+    connection->outstanding++;
+    request_reset(request);
+    request->arrival_ns = connection->poller->now_ns;
+    memcpy(request->raw_sqe, rx->head + 8, KVDEV_SQE_BYTES);
+    kvdev_sqe_load(request->raw_sqe, &request->sqe);
+    if (connection->sq_entries)
+        connection->sq_head = (uint16_t)((connection->sq_head + 1u) % connection->sq_entries);
+    atomic_store_explicit(&connection->poller->command_count,
+                          atomic_load_explicit(&connection->poller->command_count, memory_order_relaxed) + 1,
+                          memory_order_relaxed);
+    request->state = REQUEST_CAPSULE;
+    request->has_cid = (uint8_t)cid_mark(connection, request->sqe.cid);
+    if (rx->pdu.data_len > 0) {
+        connection->rx_request = request;
+        /* The machine holds in-capsule data to in_capsule_max, which is at most a stage. */
+        kvdev_pdu_rx_set_payload(rx, request->stage);
+        return;
+    }
+    if (!request->has_cid)
+        fail(request, ST_CID_CONFLICT);
+    else
+        capsule_start(request, 0);
+}
+
+/* An H2CData's header is there. */
+void command_h2c_data(struct connection *connection)
+{
+    struct kvdev_pdu_rx *rx = &connection->rx;
+    struct kvdev_pdu_fault fault;
+    int32_t index = kvdev_pdu_ttag_index(rx->pdu.ttag, connection->request_count);
+    struct request *request = index < 0 ? NULL : &connection->requests[index];
+    if (request && request->state != REQUEST_R2T_SENT)
+        request = NULL; /* no R2T of that tag is out */
+    if (kvdev_pdu_r2t_h2c(request ? &request->r2t : NULL, &rx->pdu, &fault) != 0) {
+        connection_fault(connection, &fault);
+        return;
+    }
+    connection->rx_request = request;
+    kvdev_pdu_rx_set_payload(rx, request->data + rx->pdu.datao);
+}
+
+/* The payload of the PDU in hand is complete. */
+void command_payload_done(struct connection *connection)
+{
+    struct kvdev_pdu_rx *rx = &connection->rx;
+    struct request *request = connection->rx_request;
+    connection->rx_request = NULL;
+    if (!request)
+        return; /* thrown away: its command is over */
+    if (!rx->ddgst_ok)
+        request->is_bad_digest = 1;
+    if (request->state == REQUEST_CAPSULE) {
+        if (!request->has_cid)
+            fail(request, ST_CID_CONFLICT);
+        else
+            capsule_start(request, rx->pdu.data_len);
+        return;
+    }
+    if (!request->r2t.active) {
+        connection->r2t_open--;
+        request->state = REQUEST_CAPSULE;
+        data_ready(request);
+    }
+}

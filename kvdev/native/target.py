@@ -1,0 +1,465 @@
+"""The C data path of the embedded target and its block devices, typed.
+
+Not here: what Fabrics and Admin commands mean (``kvdev.target``).
+Threads: ``control_wait`` belongs to one thread; the rest may be called from any. Calls that wait do so
+without the interpreter lock and no longer than their timeout.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvdev._core import ffi, lib
+from kvdev.errors import DeadlineError, UsageError
+
+STAGE_SIZE_BYTES: Final = int(lib.KVDEV_TARGET_STAGE_BYTES)
+IN_CAPSULE_SIZE_BYTES_MAX: Final = int(lib.KVDEV_TARGET_IN_CAPSULE_MAX)
+BLOCK_SIZE_BYTES_MAX: Final = 65536
+MAX_IO_SIZE_BYTES_LIMIT: Final = 16 << 20
+"""Largest ``max_io_size``: the size of one buffer of the pool. Untouched buffers cost no memory."""
+BUFFER_COUNT: Final = 32
+"""Buffers of a poller: commands on files, or across strips, that are under way at the same time; more wait."""
+EVENT_COUNT_MAX: Final = 64
+NS_PER_S: Final = 1_000_000_000
+
+
+class BdevBacking(enum.IntEnum):
+    """What a device's bytes lie on."""
+
+    NONE = 0
+    HUGETLB = 1
+    THP = 2
+    DIRECT = 3
+    BUFFERED = 4
+
+
+@dataclass(frozen=True)
+class NativeBdevInfo:
+    block_size_bytes: int
+    block_count: int
+    strip_size_bytes: int
+    backing: BdevBacking
+    is_readonly: bool
+    has_volatile_cache: bool
+
+
+@dataclass(frozen=True)
+class NativeBdevStat:
+    """``struct kvdev_bdev_stat``; latencies in nanoseconds, the minimum 0 before the first operation."""
+
+    read_bytes: int
+    read_count: int
+    read_ns: int
+    read_ns_max: int
+    read_ns_min: int
+    write_bytes: int
+    write_count: int
+    write_ns: int
+    write_ns_max: int
+    write_ns_min: int
+    unmap_bytes: int
+    unmap_count: int
+    unmap_ns: int
+    unmap_ns_max: int
+    unmap_ns_min: int
+    flush_count: int
+    error_count: int
+
+
+def _check(result: int, what: str) -> None:
+    if result == -errno.ETIMEDOUT:
+        raise DeadlineError(f"target: {what}: no end within its timeout", operation=what)
+    if result < 0:
+        raise OSError(-result, os.strerror(-result), what)
+
+
+class NativeBdev:
+    """One block device of the core; open until ``close``. Whoever uses it keeps this object alive."""
+
+    def __init__(self, pointer: Any, members: tuple[NativeBdev, ...] = ()) -> None:
+        self._pointer = pointer
+        self._members = members  # they must outlive a raid0
+
+    @classmethod
+    def memory(cls, *, block_size_bytes: int, block_count: int, populate: bool = False) -> NativeBdev:
+        """Zeroed memory; OSError ENOMEM if the kernel has none."""
+        out = ffi.new("struct kvdev_bdev **")
+        flags = lib.KVDEV_BDEV_POPULATE if populate else 0
+        _check(lib.kvdev_bdev_create_memory(block_size_bytes, block_count, flags, out), "memory bdev")
+        return cls(out[0])
+
+    @classmethod
+    def null(cls, *, block_size_bytes: int, block_count: int) -> NativeBdev:
+        out = ffi.new("struct kvdev_bdev **")
+        _check(lib.kvdev_bdev_create_null(block_size_bytes, block_count, out), "null bdev")
+        return cls(out[0])
+
+    @classmethod
+    def file(
+        cls,
+        path: str,
+        *,
+        block_size_bytes: int,
+        block_count: int = 0,
+        is_readonly: bool = False,
+        is_buffered: bool = False,
+    ) -> NativeBdev:
+        """An existing file or block device; 0 blocks takes what fits in its size."""
+        flags = (lib.KVDEV_BDEV_READONLY if is_readonly else 0) | (
+            lib.KVDEV_BDEV_BUFFERED if is_buffered else 0
+        )
+        out = ffi.new("struct kvdev_bdev **")
+        result = lib.kvdev_bdev_create_file(os.fsencode(path), block_size_bytes, block_count, flags, out)
+        _check(result, path)
+        return cls(out[0])
+
+    @classmethod
+    def raid0(cls, members: tuple[NativeBdev, ...], *, strip_size_bytes: int) -> NativeBdev:
+        out = ffi.new("struct kvdev_bdev **")
+        array = ffi.new("struct kvdev_bdev *[]", [member._pointer for member in members])
+        _check(lib.kvdev_bdev_create_raid0(array, len(members), strip_size_bytes, out), "raid0 bdev")
+        return cls(out[0], members)
+
+    def close(self) -> None:
+        """Release it; no namespace and no raid0 may use it any more."""
+        if self._pointer is not None:
+            lib.kvdev_bdev_destroy(self._pointer)
+            self._pointer = None
+
+    def info(self) -> NativeBdevInfo:
+        info = ffi.new("struct kvdev_bdev_info *")
+        lib.kvdev_bdev_info_read(self._pointer, info)
+        return NativeBdevInfo(
+            block_size_bytes=info.block_size,
+            block_count=info.block_count,
+            strip_size_bytes=info.strip_size,
+            backing=BdevBacking(info.backing),
+            is_readonly=bool(info.is_readonly),
+            has_volatile_cache=bool(info.has_volatile_cache),
+        )
+
+    def stat(self) -> NativeBdevStat:
+        stat = ffi.new("struct kvdev_bdev_stat *")
+        lib.kvdev_bdev_stat_read(self._pointer, stat)
+        names = NativeBdevStat.__dataclass_fields__
+        return NativeBdevStat(**{name: int(getattr(stat, name)) for name in names})
+
+    def reset_stat(self) -> None:
+        lib.kvdev_bdev_stat_reset(self._pointer)
+
+    def _execute(self, op: int, offset: int, length: int, buffer: Any, flags: int = 0) -> None:
+        _check(lib.kvdev_bdev_execute(self._pointer, op, flags, offset, length, buffer), "bdev operation")
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes of whole blocks; the caller waits for the disk."""
+        buffer = ffi.new("uint8_t[]", length)
+        self._execute(lib.KVDEV_BDEV_OP_READ, offset, length, buffer)
+        return bytes(ffi.buffer(buffer))
+
+    def write(self, offset: int, data: bytes, *, fua: bool = False) -> None:
+        flags = lib.KVDEV_BDEV_FUA if fua else 0
+        self._execute(
+            lib.KVDEV_BDEV_OP_WRITE, offset, len(data), ffi.from_buffer("uint8_t[]", bytearray(data)), flags
+        )
+
+    def compare(self, offset: int, data: bytes) -> bool:
+        buffer = ffi.from_buffer("uint8_t[]", bytearray(data))
+        result = lib.kvdev_bdev_execute(
+            self._pointer, lib.KVDEV_BDEV_OP_COMPARE, 0, offset, len(data), buffer
+        )
+        if result == -errno.EILSEQ:
+            return False
+        _check(result, "bdev compare")
+        return True
+
+    def write_zeroes(self, offset: int, length: int) -> None:
+        self._execute(lib.KVDEV_BDEV_OP_WRITE_ZEROES, offset, length, ffi.NULL)
+
+    def deallocate(self, offset: int, length: int) -> None:
+        self._execute(lib.KVDEV_BDEV_OP_DEALLOCATE, offset, length, ffi.NULL)
+
+    def flush(self) -> None:
+        self._execute(lib.KVDEV_BDEV_OP_FLUSH, 0, 0, ffi.NULL)
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """Bounds of one target; ``struct kvdev_target_opts``."""
+
+    poller_count: int = 1
+    worker_count: int = 4
+    """Threads that wait for disks: I/O on files under way at the same time."""
+    connection_count_max: int = 1024
+    subsystem_count_max: int = 1024
+    controller_count_max: int = 1024
+    listener_count_max: int = 256
+    connect_timeout_ms: int = 30_000
+    """From accepting a connection to a granted Connect."""
+    linger_timeout_ms: int = 1_000
+    """From a C2HTermReq to closing when the host does not."""
+
+
+@dataclass(frozen=True)
+class CoreTransport:
+    """Limits of connections accepted from now on; ``struct kvdev_target_transport``."""
+
+    max_io_size_bytes: int = 131072
+    in_capsule_data_size_bytes: int = 4096
+    maxh2cdata_bytes: int = 131072
+    queue_depth_max: int = 128
+    c2h_success: bool = True
+    hdgst: bool = True
+    ddgst: bool = True
+    cpda: int = 0
+
+
+@dataclass(frozen=True)
+class CapsuleEvent:
+    """A Fabrics or Admin command; ``handle`` completes it once. Its data room lives until then."""
+
+    handle: int
+    arrival_ns: int
+    connection: int
+    listener: int
+    controller: int
+    qid: int
+    sqe: bytes
+    data: bytes
+    data_room: int
+    data_address: int
+
+
+@dataclass(frozen=True)
+class ClosedEvent:
+    """A connection is gone. ``error`` is an errno, 0 for an end of file; a protocol fault has a text."""
+
+    arrival_ns: int
+    connection: int
+    listener: int
+    controller: int
+    qid: int
+    error: int
+    fault_fes: int
+    fault_text: str
+
+
+@dataclass(frozen=True)
+class ConnectionInfo:
+    peer_address: str
+    peer_port: int
+    local_address: str
+    local_port: int
+    hdgst: bool
+    ddgst: bool
+    poller_index: int
+
+
+@dataclass(frozen=True)
+class PollerStat:
+    busy_ns: int
+    idle_ns: int
+    command_count: int
+    rx_bytes: int
+    tx_bytes: int
+    fault_count: int
+    refused_count: int
+    admin_qpairs: int
+    io_qpairs: int
+    admin_qpairs_now: int
+    io_qpairs_now: int
+    unbound_now: int
+    thread_id: int
+
+
+class TargetCore:
+    """The pollers and workers of one target. Numbers it gives out are the core's table slots or ids."""
+
+    def __init__(self, options: CoreOptions | None = None) -> None:
+        options = options or CoreOptions()
+        self.options = options
+        opts = ffi.new(
+            "struct kvdev_target_opts *",
+            {
+                "poller_count": options.poller_count,
+                "worker_count": options.worker_count,
+                "connections_max": options.connection_count_max,
+                "subsystems_max": options.subsystem_count_max,
+                "controllers_max": options.controller_count_max,
+                "listeners_max": options.listener_count_max,
+                "buffer_count": BUFFER_COUNT,
+                "buffer_bytes": MAX_IO_SIZE_BYTES_LIMIT,
+                "connect_timeout_ms": options.connect_timeout_ms,
+                "linger_timeout_ms": options.linger_timeout_ms,
+            },
+        )
+        out = ffi.new("struct kvdev_target **")
+        _check(lib.kvdev_target_create(opts, out), "create target")
+        self._pointer = out[0]
+        self._events = ffi.new("struct kvdev_target_event[]", EVENT_COUNT_MAX)
+        self._count = ffi.new("uint32_t *")
+
+    def close(self, *, timeout_s: float) -> None:
+        """End all connections and threads; nothing else may be called after."""
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None:
+            _check(lib.kvdev_target_destroy(pointer, int(timeout_s * NS_PER_S)), "stop target")
+
+    def set_transport(self, transport: CoreTransport) -> None:
+        wire = ffi.new(
+            "struct kvdev_target_transport *",
+            {
+                "max_io_size": transport.max_io_size_bytes,
+                "in_capsule_data_size": transport.in_capsule_data_size_bytes,
+                "maxh2cdata": transport.maxh2cdata_bytes,
+                "queue_depth_max": transport.queue_depth_max,
+                "c2h_success": int(transport.c2h_success),
+                "hdgst": int(transport.hdgst),
+                "ddgst": int(transport.ddgst),
+                "cpda": transport.cpda,
+            },
+        )
+        if lib.kvdev_target_set_transport(self._pointer, wire) != 0:
+            raise UsageError(f"transport: a limit is outside of what the target serves: {transport}")
+
+    def add_listener(self, fd: int) -> int:
+        """Accept from a bound, listening, non-blocking socket; the core owns ``fd`` from here on."""
+        out = ffi.new("uint32_t *")
+        _check(lib.kvdev_target_listener_add(self._pointer, fd, out), "add listener")
+        return int(out[0])
+
+    def remove_listener(self, listener: int, *, timeout_s: float) -> None:
+        result = lib.kvdev_target_listener_remove(self._pointer, listener, int(timeout_s * NS_PER_S))
+        _check(result, "remove listener")
+
+    def create_subsystem(self, *, nsid_max: int) -> int:
+        out = ffi.new("int32_t *")
+        _check(lib.kvdev_target_subsystem_create(self._pointer, nsid_max, out), "create subsystem")
+        return int(out[0])
+
+    def destroy_subsystem(self, subsystem: int, *, timeout_s: float) -> None:
+        result = lib.kvdev_target_subsystem_destroy(self._pointer, subsystem, int(timeout_s * NS_PER_S))
+        _check(result, "destroy subsystem")
+
+    def set_namespace(self, subsystem: int, nsid: int, bdev: NativeBdev) -> None:
+        result = lib.kvdev_target_namespace_set(self._pointer, subsystem, nsid, bdev._pointer)
+        _check(result, "set namespace")
+
+    def clear_namespace(self, subsystem: int, nsid: int, *, timeout_s: float) -> None:
+        result = lib.kvdev_target_namespace_clear(self._pointer, subsystem, nsid, int(timeout_s * NS_PER_S))
+        _check(result, "clear namespace")
+
+    def create_controller(self, subsystem: int) -> int:
+        out = ffi.new("int32_t *")
+        _check(lib.kvdev_target_controller_create(self._pointer, subsystem, out), "create controller")
+        return int(out[0])
+
+    def set_controller_ready(self, controller: int, is_ready: bool) -> None:
+        result = lib.kvdev_target_controller_set_ready(self._pointer, controller, int(is_ready))
+        _check(result, "set controller ready")
+
+    def destroy_controller(self, controller: int) -> None:
+        """End its connections; the number is used again once they are gone."""
+        _check(lib.kvdev_target_controller_destroy(self._pointer, controller), "destroy controller")
+
+    def disconnect(self, connection: int) -> None:
+        """End one connection; one that is gone already is none of the caller's worries."""
+        lib.kvdev_target_disconnect(self._pointer, connection)
+
+    def control_wait(self, *, timeout_s: float) -> list[CapsuleEvent | ClosedEvent]:
+        """What happened, oldest first; empty after the timeout or a wake."""
+        lib.kvdev_target_control_wait(
+            self._pointer, self._events, EVENT_COUNT_MAX, int(timeout_s * NS_PER_S), self._count
+        )
+        return [self._event(self._events[index]) for index in range(self._count[0])]
+
+    @staticmethod
+    def _event(event: Any) -> CapsuleEvent | ClosedEvent:
+        if event.type == lib.KVDEV_TARGET_EVENT_CLOSED:
+            return ClosedEvent(
+                arrival_ns=event.arrival_ns,
+                connection=event.connection,
+                listener=event.listener,
+                controller=event.controller,
+                qid=event.qid,
+                error=-event.reason,
+                fault_fes=event.fault_fes,
+                fault_text=ffi.string(event.fault_text).decode("ascii", "replace"),
+            )
+        data = b""
+        if event.data_len:
+            data = bytes(ffi.buffer(ffi.cast("uint8_t *", event.data_addr), event.data_len))
+        return CapsuleEvent(
+            handle=event.handle,
+            arrival_ns=event.arrival_ns,
+            connection=event.connection,
+            listener=event.listener,
+            controller=event.controller,
+            qid=event.qid,
+            sqe=bytes(ffi.buffer(event.sqe)),
+            data=data,
+            data_room=event.data_room,
+            data_address=event.data_addr,
+        )
+
+    def control_wake(self) -> None:
+        lib.kvdev_target_control_wake(self._pointer)
+
+    def complete(self, handle: int, *, status: int = 0, dw0: int = 0, dw1: int = 0) -> None:
+        """Answer a command; on success the host gets its whole data room as it is."""
+        self._complete({"handle": handle, "status": status, "dw0": dw0, "dw1": dw1})
+
+    def put_data(self, event: CapsuleEvent, data: bytes) -> None:
+        """Place the data that goes to the host on success; more than the room is an error of ours."""
+        assert len(data) <= event.data_room
+        ffi.memmove(ffi.cast("uint8_t *", event.data_address), data, len(data))
+
+    def complete_connect(
+        self,
+        handle: int,
+        *,
+        cntlid: int,
+        controller: int,
+        qid: int,
+        sqsize_0based: int,
+        sq_flow_control_off: bool,
+    ) -> None:
+        """Grant a Connect: its connection becomes that queue of the controller."""
+        self._complete(
+            {
+                "handle": handle,
+                "dw0": cntlid,
+                "action": lib.KVDEV_TARGET_ACTION_BIND,
+                "controller": controller,
+                "qid": qid,
+                "sqsize": sqsize_0based,
+                "sq_flow_control_off": int(sq_flow_control_off),
+            }
+        )
+
+    def _complete(self, values: dict[str, int]) -> None:
+        completion = ffi.new("struct kvdev_target_completion *", values)
+        _check(lib.kvdev_target_complete(self._pointer, completion), "complete command")
+
+    def connection_info(self, connection: int) -> ConnectionInfo | None:
+        info = ffi.new("struct kvdev_target_connection_info *")
+        if lib.kvdev_target_connection_read(self._pointer, connection, info) != 0:
+            return None
+        return ConnectionInfo(
+            peer_address=ffi.string(info.peer_address).decode(),
+            peer_port=info.peer_port,
+            local_address=ffi.string(info.local_address).decode(),
+            local_port=info.local_port,
+            hdgst=bool(info.hdgst),
+            ddgst=bool(info.ddgst),
+            poller_index=info.poller,
+        )
+
+    def poller_stat(self, poller_index: int) -> PollerStat:
+        stat = ffi.new("struct kvdev_target_poller_stat *")
+        _check(lib.kvdev_target_poller_stat_read(self._pointer, poller_index, stat), "poller statistics")
+        names = PollerStat.__dataclass_fields__
+        return PollerStat(**{name: int(getattr(stat, name)) for name in names})

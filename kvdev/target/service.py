@@ -1,0 +1,763 @@
+"""The embedded target's data path as the model's backend: bdevs, listeners, associations, the control thread.
+
+Not here: configuration and its rules (``model``); the answers to commands (``controller``); I/O (the C core).
+Threads: the model's calls come from one thread, the control thread runs here; one lock guards what both
+touch, and nothing waits while holding it. No wait is longer than its named limit.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import threading
+import uuid as uuid_module
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvdev.clock import SYSTEM_CLOCK, Deadline
+from kvdev.errors import DeadlineError, UsageError
+from kvdev.native.target import (
+    BLOCK_SIZE_BYTES_MAX,
+    EVENT_COUNT_MAX,
+    CapsuleEvent,
+    ClosedEvent,
+    CoreOptions,
+    CoreTransport,
+    NativeBdev,
+    TargetCore,
+)
+from kvdev.target.controller import (
+    KATO_MS_MAX,
+    Answer,
+    Controller,
+    IoTotals,
+    NamespaceFacts,
+    Surroundings,
+    refused,
+)
+from kvdev.target.model import (
+    DISCOVERY_NQN,
+    Bdev,
+    BdevIoStat,
+    BdevKind,
+    ControllerInfo,
+    ListenAddress,
+    PollGroupStat,
+    QpairInfo,
+    Subsystem,
+    TargetView,
+    Transport,
+)
+from kvdev.units import is_power_of_two
+from kvdev.wire.fabrics import (
+    CATTR_DISABLE_SQ_FLOW_CONTROL,
+    CONNECT_DATA_BYTES,
+    ConnectCommand,
+    ConnectData,
+    InvalidParameter,
+)
+from kvdev.wire.layout import WireError
+from kvdev.wire.log import AddressFamily, DiscoveryEntry, build_discovery_log
+from kvdev.wire.nvme import CNTLID_DYNAMIC, FabricsStatus, Sqe, Status
+
+log = logging.getLogger("kvdev.target")
+
+NAMESPACE_CLEAR_TIMEOUT_S: Final = 5.0
+"""A namespace's I/O has so long to end, then its connections are closed and it has so long again."""
+SUBSYSTEM_END_TIMEOUT_S: Final = 10.0
+LISTENER_END_TIMEOUT_S: Final = 5.0
+LISTEN_BACKLOG: Final = 128
+CONTROL_WAIT_LIMIT_S: Final = 1.0
+"""The control thread looks at the clock at least so often."""
+CNTLID_DYNAMIC_STATIC: Final = 0xFFFE
+MEMORY_RESERVE_BYTES: Final = 256 << 20
+"""Left to the rest of the machine by a memory bdev."""
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """What SPDK's RPC has no name for."""
+
+    core: CoreOptions = field(default_factory=CoreOptions)
+    maxh2cdata_bytes: int = 131072
+    hdgst: bool = True
+    """Grant header digests to hosts that ask."""
+    ddgst: bool = True
+    cpda: int = 0
+    """Alignment demanded of hosts' data, 0's based dwords; for tests of hosts."""
+    populate_memory: bool = False
+    """Touch the memory of bdevs when they are made."""
+
+
+@dataclass
+class _Listener:
+    address: ListenAddress
+    core_id: int
+
+
+@dataclass
+class _SubsystemState:
+    core_index: int
+    namespaces: dict[int, NamespaceFacts] = field(default_factory=dict)
+    controllers: dict[int, Controller] = field(default_factory=dict)
+    """By CNTLID."""
+    next_cntlid: int = 1
+
+
+@dataclass
+class _Link:
+    """A granted connection. The controller may be gone from its subsystem already."""
+
+    controller: Controller
+    qid: int
+
+
+def _available_memory_bytes() -> int:
+    """MemAvailable of this machine; a huge number where the kernel does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 1 << 62
+
+
+def _free_huge_memory_bytes() -> int:
+    try:
+        with open("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", encoding="ascii") as file:
+            return int(file.read()) << 21
+    except (OSError, ValueError):
+        return 0
+
+
+class TargetService:
+    """Implements ``kvdev.target.model.ServiceBackend``. Usable between ``start`` and ``stop``."""
+
+    def __init__(self, options: TargetOptions | None = None) -> None:
+        self._options = options or TargetOptions()
+        self._lock = threading.RLock()
+        self._core_or_none: TargetCore | None = None
+        self._view: TargetView | None = None
+        self._transport = Transport()
+        self._bdevs: dict[int, NativeBdev] = {}
+        self._bdev_next = 0
+        self._listeners: dict[tuple[str, int], _Listener] = {}
+        self._listener_addresses: dict[int, ListenAddress] = {}
+        self._subsystems: dict[str, _SubsystemState] = {}
+        self._links: dict[int, _Link] = {}
+        self._discovery_generation = 1
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.fault_log_count = 0
+        """Connections that ended with a protocol fault of the host."""
+        self._around = Surroundings(
+            namespaces=self._namespaces_of,
+            io_totals=self._io_totals,
+            discovery_log=self._discovery_log,
+            set_ready=self._set_ready,
+            drop_io_queues=self._drop_io_queues,
+            complete_held=self._complete_held,
+        )
+
+    # ---- life ----
+
+    def start(self) -> None:
+        """Start the pollers, the workers and the control thread."""
+        if self._core_or_none is not None:
+            raise UsageError("target: it runs already")
+        self._core_or_none = TargetCore(self._options.core)
+        self._stopping = False
+        self._subsystem_added_locked(DISCOVERY_NQN, nsid_max=1)
+        self._thread = threading.Thread(target=self._control_loop, name="kvdev-target-control", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """End all queue pairs, listeners and threads; DeadlineError when they do not end in time."""
+        core, thread = self._core_or_none, self._thread
+        if core is None:
+            return
+        deadline = Deadline.after(timeout_s)
+        self._stopping = True
+        core.control_wake()
+        if thread is not None:
+            thread.join(deadline.remaining_s())
+            if thread.is_alive():
+                raise DeadlineError("target: the control thread does not end", operation="stop target")
+        self._thread = None
+        self._core_or_none = None
+        core.close(timeout_s=max(deadline.remaining_s(), 0.1))
+        for handle in sorted(self._bdevs, reverse=True):  # a raid0 was opened after its members
+            self._bdevs.pop(handle).close()
+        self._listeners.clear()
+        self._listener_addresses.clear()
+        self._subsystems.clear()
+        self._links.clear()
+
+    def __enter__(self) -> TargetService:
+        self.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    @property
+    def _core(self) -> TargetCore:
+        if self._core_or_none is None:
+            raise UsageError("target: it is not running: call start first")
+        return self._core_or_none
+
+    def attach(self, view: TargetView) -> None:
+        self._view = view
+
+    # ---- bdevs ----
+
+    def open_bdev(self, bdev: Bdev) -> int:
+        """Open or allocate. Raises OSError, whose text says what does not fit."""
+        native = self._make_bdev(bdev)
+        with self._lock:
+            handle = self._bdev_next
+            self._bdev_next += 1
+            self._bdevs[handle] = native
+        return handle
+
+    def _make_bdev(self, bdev: Bdev) -> NativeBdev:
+        block_size, count = bdev.block_size_bytes, bdev.block_count
+        if not is_power_of_two(block_size) or not 512 <= block_size <= BLOCK_SIZE_BYTES_MAX:
+            raise OSError(
+                errno.EINVAL,
+                f"block_size: expected a power of two from 512 to {BLOCK_SIZE_BYTES_MAX} bytes, got {block_size}",
+            )
+        match bdev.kind:
+            case BdevKind.MALLOC:
+                self._check_memory(block_size * count)
+                return NativeBdev.memory(
+                    block_size_bytes=block_size, block_count=count, populate=self._options.populate_memory
+                )
+            case BdevKind.NULL:
+                return NativeBdev.null(block_size_bytes=block_size, block_count=count)
+            case BdevKind.AIO | BdevKind.URING:
+                return NativeBdev.file(
+                    bdev.filename,
+                    block_size_bytes=block_size,
+                    block_count=count,
+                    is_readonly=bdev.is_readonly,
+                )
+            case BdevKind.RAID0:
+                members = tuple(self._bdevs[handle] for handle in bdev.base_handles)
+                return NativeBdev.raid0(members, strip_size_bytes=bdev.strip_size_bytes)
+        raise OSError(errno.EINVAL, f"kind: {bdev.kind}")
+
+    @staticmethod
+    def _check_memory(size_bytes: int) -> None:
+        available = _available_memory_bytes() - MEMORY_RESERVE_BYTES
+        if size_bytes > available and size_bytes > _free_huge_memory_bytes():
+            raise OSError(
+                errno.ENOMEM,
+                f"{size_bytes} bytes are more than the {max(available, 0)} this machine has to spare",
+            )
+
+    def close_bdev(self, handle: int) -> None:
+        with self._lock:
+            native = self._bdevs.pop(handle)
+        native.close()
+
+    def iostat(self, handle: int) -> BdevIoStat:
+        stat = self._bdevs[handle].stat()
+        return BdevIoStat(
+            bytes_read=stat.read_bytes,
+            num_read_ops=stat.read_count,
+            bytes_written=stat.write_bytes,
+            num_write_ops=stat.write_count,
+            bytes_unmapped=stat.unmap_bytes,
+            num_unmap_ops=stat.unmap_count,
+            read_latency_ns=stat.read_ns,
+            max_read_latency_ns=stat.read_ns_max,
+            min_read_latency_ns=stat.read_ns_min,
+            write_latency_ns=stat.write_ns,
+            max_write_latency_ns=stat.write_ns_max,
+            min_write_latency_ns=stat.write_ns_min,
+            unmap_latency_ns=stat.unmap_ns,
+            max_unmap_latency_ns=stat.unmap_ns_max,
+            min_unmap_latency_ns=stat.unmap_ns_min,
+            io_error_count=stat.error_count,
+        )
+
+    def reset_iostat(self, handle: int) -> None:
+        self._bdevs[handle].reset_stat()
+
+    def bdev(self, handle: int) -> NativeBdev:
+        """The core's device behind a handle; for tests and for tools in this process."""
+        return self._bdevs[handle]
+
+    # ---- transport and listeners ----
+
+    def create_transport(self, transport: Transport) -> None:
+        self._core.set_transport(
+            CoreTransport(
+                max_io_size_bytes=transport.max_io_size,
+                in_capsule_data_size_bytes=transport.in_capsule_data_size,
+                maxh2cdata_bytes=self._options.maxh2cdata_bytes,
+                queue_depth_max=max(transport.max_queue_depth, transport.max_aq_depth),
+                c2h_success=transport.c2h_success,
+                hdgst=self._options.hdgst,
+                ddgst=self._options.ddgst,
+                cpda=self._options.cpda,
+            )
+        )
+        with self._lock:
+            self._transport = transport
+
+    def start_listener(self, address: str, port: int) -> tuple[str, int]:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                listening.bind((address, port))
+            except socket.gaierror as error:
+                raise OSError(errno.EINVAL, f"{address!r} is no address of this machine") from error
+            listening.listen(LISTEN_BACKLOG)
+            listening.setblocking(False)
+            bound = listening.getsockname()
+            where = ListenAddress(address, int(bound[1]))
+            with self._lock:
+                # Under the lock: a connection may come in before the listener's address is known.
+                fd = os.dup(listening.fileno())
+                try:
+                    core_id = self._core.add_listener(fd)
+                except OSError:
+                    os.close(fd)
+                    raise
+                self._listeners[(where.address, where.port)] = _Listener(where, core_id)
+                self._listener_addresses[core_id] = where
+                self._discovery_changed_locked()
+        return where.address, where.port
+
+    def stop_listener(self, address: str, port: int) -> None:
+        with self._lock:
+            listener = self._listeners.pop((address, port))
+            self._listener_addresses.pop(listener.core_id, None)
+            self._discovery_changed_locked()
+        self._core.remove_listener(listener.core_id, timeout_s=LISTENER_END_TIMEOUT_S)
+
+    # ---- subsystems ----
+
+    def _subsystem_added_locked(self, nqn: str, *, nsid_max: int) -> None:
+        self._subsystems[nqn] = _SubsystemState(core_index=self._core.create_subsystem(nsid_max=nsid_max))
+
+    def subsystem_added(self, nqn: str) -> None:
+        subsystem = self._subsystem(nqn)
+        assert subsystem is not None
+        with self._lock:
+            self._subsystem_added_locked(nqn, nsid_max=subsystem.max_namespaces)
+            self._subsystems[nqn].next_cntlid = subsystem.min_cntlid
+            self._discovery_changed_locked()
+
+    def subsystem_removed(self, nqn: str) -> None:
+        with self._lock:
+            state = self._subsystems.pop(nqn)
+            nsids = sorted(state.namespaces)
+            for controller in list(state.controllers.values()):
+                self._end_controller_locked(state, controller, "its subsystem was removed")
+            self._discovery_changed_locked()
+        for nsid in nsids:
+            self._core.clear_namespace(state.core_index, nsid, timeout_s=NAMESPACE_CLEAR_TIMEOUT_S)
+        self._core.destroy_subsystem(state.core_index, timeout_s=SUBSYSTEM_END_TIMEOUT_S)
+
+    def subsystem_changed(self, nqn: str) -> None:
+        """End the controllers whose host or listener is no longer allowed; tell discovery."""
+        with self._lock:
+            subsystem = self._subsystem(nqn)
+            state = self._subsystems.get(nqn)
+            if subsystem is None or state is None:
+                return
+            for controller in list(state.controllers.values()):
+                where = controller.listen
+                if not subsystem.is_host_allowed(controller.host_nqn):
+                    self._end_controller_locked(state, controller, "its host is no longer allowed")
+                elif not subsystem.is_discovery and not subsystem.is_listening_on(where.address, where.port):
+                    self._end_controller_locked(state, controller, "its listener is gone")
+                else:
+                    controller.subsystem = subsystem
+            self._discovery_changed_locked()
+
+    def namespace_changed(self, nqn: str, nsid: int) -> None:
+        subsystem = self._subsystem(nqn)
+        with self._lock:
+            state = self._subsystems[nqn]
+            had = state.namespaces.pop(nsid, None)
+        if had is not None:
+            self._core.clear_namespace(state.core_index, nsid, timeout_s=NAMESPACE_CLEAR_TIMEOUT_S)
+        entry = subsystem.namespaces.get(nsid) if subsystem is not None else None
+        with self._lock:
+            if entry is not None and self._view is not None:
+                bdev = self._view.bdev(entry.bdev_name)
+                assert bdev is not None
+                native = self._bdevs[bdev.handle]
+                info = native.info()
+                state.namespaces[nsid] = NamespaceFacts(
+                    entry=entry,
+                    block_size_bytes=info.block_size_bytes,
+                    block_count=info.block_count,
+                    has_volatile_cache=info.has_volatile_cache,
+                    optimal_io_boundary_blocks=info.strip_size_bytes // info.block_size_bytes,
+                )
+                self._core.set_namespace(state.core_index, nsid, native)
+            for controller in state.controllers.values():
+                if subsystem is not None:
+                    controller.subsystem = subsystem
+                controller.notify_namespace_changed(nsid)
+
+    # ---- what the RPC shows ----
+
+    def controllers(self, nqn: str) -> list[ControllerInfo]:
+        with self._lock:
+            state = self._subsystems.get(nqn)
+            return [
+                ControllerInfo(
+                    cntlid=controller.cntlid,
+                    host_nqn=controller.host_nqn,
+                    host_id=controller.host_id,
+                    io_qpair_count=len(controller.io_connections),
+                    is_discovery=controller.is_discovery,
+                )
+                for controller in (state.controllers.values() if state else ())
+            ]
+
+    def qpairs(self, nqn: str) -> list[QpairInfo]:
+        found = []
+        with self._lock:
+            for connection, link in self._links.items():
+                if link.controller.subsystem.nqn != nqn:
+                    continue
+                info = self._core.connection_info(connection)
+                if info is None:
+                    continue
+                found.append(
+                    QpairInfo(
+                        cntlid=link.controller.cntlid,
+                        qid=link.qid,
+                        host_nqn=link.controller.host_nqn,
+                        listen=ListenAddress(info.local_address, info.local_port),
+                        peer=ListenAddress(info.peer_address, info.peer_port),
+                        poll_group=f"kvdev_poll_group_{info.poller_index:03d}",
+                    )
+                )
+        return found
+
+    def poll_groups(self) -> list[PollGroupStat]:
+        groups = []
+        for index in range(self._options.core.poller_count):
+            stat = self._core.poller_stat(index)
+            groups.append(
+                PollGroupStat(
+                    name=f"kvdev_poll_group_{index:03d}",
+                    admin_qpairs=stat.admin_qpairs,
+                    io_qpairs=stat.io_qpairs,
+                    current_admin_qpairs=stat.admin_qpairs_now,
+                    current_io_qpairs=stat.io_qpairs_now,
+                    current_unassociated_qpairs=stat.unbound_now,
+                    completed_nvme_io=stat.command_count,
+                    thread_id=stat.thread_id,
+                    busy_ns=stat.busy_ns,
+                    idle_ns=stat.idle_ns,
+                )
+            )
+        return groups
+
+    # ---- what controllers ask ----
+
+    def _subsystem(self, nqn: str) -> Subsystem | None:
+        return self._view.subsystem(nqn) if self._view is not None else None
+
+    def _namespaces_of(self, nqn: str) -> Mapping[int, NamespaceFacts]:
+        state = self._subsystems.get(nqn)
+        return state.namespaces if state is not None else {}
+
+    def _io_totals(self, nqn: str) -> IoTotals:
+        totals = [0, 0, 0, 0]
+        for facts in self._namespaces_of(nqn).values():
+            bdev = self._view.bdev(facts.entry.bdev_name) if self._view is not None else None
+            native = self._bdevs.get(bdev.handle) if bdev is not None else None
+            if native is None:
+                continue
+            stat = native.stat()
+            for index, value in enumerate(
+                (stat.read_bytes, stat.read_count, stat.write_bytes, stat.write_count)
+            ):
+                totals[index] += value
+        return IoTotals(*totals)
+
+    def _set_ready(self, controller: Controller, is_ready: bool) -> None:
+        self._core.set_controller_ready(controller.core_index, is_ready)
+
+    def _drop_io_queues(self, controller: Controller) -> None:
+        for connection in controller.io_connections.values():
+            self._core.disconnect(connection)
+            self._links.pop(connection, None)
+        controller.io_connections.clear()
+
+    def _complete_held(self, controller: Controller, handle: int, answer: Answer) -> None:
+        del controller
+        self._core.complete(handle, status=answer.status, dw0=answer.dw0)
+
+    # ---- discovery ----
+
+    def _discovery_changed_locked(self) -> None:
+        self._discovery_generation += 1
+        state = self._subsystems.get(DISCOVERY_NQN)
+        for controller in state.controllers.values() if state else ():
+            controller.notify_discovery_changed()
+
+    def _discovery_log(self, controller: Controller) -> bytes:
+        """Every address of every subsystem that this host may connect to."""
+        info = self._core.connection_info(controller.connection)
+        local = info.local_address if info is not None else controller.listen.address
+        entries = []
+        ports = {where: number for number, where in enumerate(sorted(self._listener_addresses.values()), 1)}
+        for subsystem in self._view.subsystems() if self._view is not None else ():
+            if subsystem.is_discovery or not subsystem.is_host_allowed(controller.host_nqn):
+                continue
+            for where in subsystem.listeners:
+                # A wildcard address says nothing to a host: it gets the one it came to.
+                address = local if where.address in ("0.0.0.0", "::") else where.address
+                entries.append(
+                    DiscoveryEntry(
+                        adrfam=AddressFamily.IPV6 if ":" in address else AddressFamily.IPV4,
+                        treq=2 << 0 | 1 << 2,  # secure channel not required, SQ flow control may be disabled
+                        portid=ports.get(where, 0),
+                        asqsz=self._transport.max_aq_depth,
+                        trsvcid=str(where.port),
+                        subnqn=subsystem.nqn,
+                        traddr=address,
+                    )
+                )
+        return build_discovery_log(entries, genctr=self._discovery_generation)
+
+    # ---- the control thread ----
+
+    def _control_loop(self) -> None:
+        core = self._core
+        while not self._stopping:
+            events = core.control_wait(timeout_s=self._wait_s())
+            with self._lock:
+                for event in events:
+                    if self._stopping:
+                        return
+                    if isinstance(event, ClosedEvent):
+                        self._closed_locked(event)
+                    else:
+                        self._capsule_locked(core, event)
+                # Only now, with every Keep Alive counted by its arrival time, is the clock looked at: this
+                # thread's own lateness must not cost a host its association. When more events may be
+                # waiting, what is known is the time up to the last one taken.
+                is_drained = len(events) < EVENT_COUNT_MAX
+                self._expire_locked(SYSTEM_CLOCK.monotonic_ns() if is_drained else events[-1].arrival_ns)
+
+    def _wait_s(self) -> float:
+        now_ns = SYSTEM_CLOCK.monotonic_ns()
+        with self._lock:
+            ends = [
+                controller.expires_ns
+                for state in self._subsystems.values()
+                for controller in state.controllers.values()
+                if controller.is_timer_active
+            ]
+        wait_s = (min(ends) - now_ns) / 1e9 if ends else CONTROL_WAIT_LIMIT_S
+        return min(max(wait_s, 0.0), CONTROL_WAIT_LIMIT_S)
+
+    def _expire_locked(self, now_ns: int) -> None:
+        for state in self._subsystems.values():
+            for controller in list(state.controllers.values()):
+                if controller.is_timer_active and now_ns >= controller.expires_ns:
+                    self._end_controller_locked(
+                        state, controller, f"no Keep Alive for {controller.kato_ms} ms"
+                    )
+
+    def _end_controller_locked(self, state: _SubsystemState, controller: Controller, reason: str) -> None:
+        log.warning(
+            "target: controller %d of %s, host %s: ended: %s",
+            controller.cntlid,
+            controller.subsystem.nqn,
+            controller.host_nqn,
+            reason,
+        )
+        self._forget_controller_locked(state, controller)
+
+    def _forget_controller_locked(self, state: _SubsystemState, controller: Controller) -> None:
+        """Take the association out of every table; its connections end in the core."""
+        if state.controllers.get(controller.cntlid) is not controller:
+            return
+        del state.controllers[controller.cntlid]
+        for connection in (controller.connection, *controller.io_connections.values()):
+            self._links.pop(connection, None)
+        for handle in controller.aers.values():
+            self._core.complete(handle, status=Status.ABORTED_SQ_DELETION)
+        controller.aers.clear()
+        self._core.destroy_controller(controller.core_index)
+
+    def _closed_locked(self, event: ClosedEvent) -> None:
+        if event.fault_text:
+            self.fault_log_count += 1
+            log.warning("target: connection %d: %s", event.connection, event.fault_text)
+        link = self._links.pop(event.connection, None)
+        if link is None:
+            return
+        controller = link.controller
+        if link.qid != 0:
+            if controller.io_connections.get(link.qid) == event.connection:
+                del controller.io_connections[link.qid]
+            return
+        state = self._subsystems.get(controller.subsystem.nqn)
+        if state is not None:
+            # The core has ended the I/O queues already: the Admin queue takes them with it.
+            self._forget_controller_locked(state, controller)
+
+    def _capsule_locked(self, core: TargetCore, event: CapsuleEvent) -> None:
+        sqe = Sqe.parse(event.sqe)
+        link = self._links.get(event.connection)
+        if link is None:
+            if event.controller >= 0:
+                # Its association ended while this command was on its way here.
+                core.complete(event.handle, status=Status.ABORTED_SQ_DELETION)
+                return
+            answer = self._connect_locked(core, event, sqe)
+            if answer is not None:
+                core.complete(event.handle, status=answer.status, dw0=answer.dw0)
+            return
+        answer = link.controller.execute(sqe, event.data, handle=event.handle, arrival_ns=event.arrival_ns)
+        if answer.is_held:
+            return
+        if answer.data:
+            core.put_data(event, answer.data[: event.data_room])
+        core.complete(event.handle, status=answer.status, dw0=answer.dw0, dw1=answer.dw1)
+
+    # ---- Connect (Base 6.3) ----
+
+    def _connect_locked(self, core: TargetCore, event: CapsuleEvent, sqe: Sqe) -> Answer | None:
+        """Decide a Connect: an Answer that refuses it, or None when it was granted."""
+        command = ConnectCommand.from_sqe(sqe)
+        if command.recfmt != 0:
+            return refused(FabricsStatus.INCOMPATIBLE_FORMAT)
+        if len(event.data) != CONNECT_DATA_BYTES:
+            return refused(Status.DATA_SGL_LENGTH_INVALID)
+        try:
+            data = ConnectData.parse(event.data)
+        except WireError as error:
+            return _invalid(error.field)
+        entries_max = self._transport.max_queue_depth if command.qid else self._transport.max_aq_depth
+        if not 1 <= command.sqsize_0based < entries_max:
+            return _invalid("sqsize")
+        subsystem = self._subsystem(data.subnqn)
+        state = self._subsystems.get(data.subnqn)
+        if subsystem is None or state is None:
+            return _invalid("subnqn")
+        if not data.hostnqn.startswith("nqn."):
+            return _invalid("hostnqn")
+        where = self._listener_addresses.get(event.listener)
+        if where is None or not (
+            subsystem.is_discovery or subsystem.is_listening_on(where.address, where.port)
+        ):
+            return refused(FabricsStatus.CONNECT_INVALID_HOST)
+        if not subsystem.is_host_allowed(data.hostnqn):
+            return refused(FabricsStatus.CONNECT_INVALID_HOST)
+        if command.qid == 0:
+            return self._connect_admin_locked(core, event, command, data, subsystem, state, where)
+        return self._connect_io_locked(core, event, command, data, state)
+
+    def _connect_admin_locked(
+        self,
+        core: TargetCore,
+        event: CapsuleEvent,
+        command: ConnectCommand,
+        data: ConnectData,
+        subsystem: Subsystem,
+        state: _SubsystemState,
+        where: ListenAddress,
+    ) -> Answer | None:
+        if data.cntlid not in (CNTLID_DYNAMIC, CNTLID_DYNAMIC_STATIC):
+            return _invalid("cntlid")
+        if not any(data.hostid) and not subsystem.is_discovery:
+            return _invalid("hostid")
+        if command.kato_ms > KATO_MS_MAX:
+            return refused(Status.KEEP_ALIVE_INVALID)
+        cntlid = self._free_cntlid(subsystem, state)
+        if cntlid is None:
+            return refused(FabricsStatus.CONTROLLER_BUSY, is_final=False)
+        controller = Controller(
+            subsystem=subsystem,
+            transport=self._transport,
+            cntlid=cntlid,
+            host_nqn=data.hostnqn,
+            host_id=uuid_module.UUID(bytes=data.hostid),
+            listen=where,
+            kato_ms=command.kato_ms,
+            around=self._around,
+        )
+        try:
+            controller.core_index = core.create_controller(state.core_index)
+        except OSError:
+            return refused(FabricsStatus.CONTROLLER_BUSY, is_final=False)
+        controller.connection = event.connection
+        state.controllers[cntlid] = controller
+        self._links[event.connection] = _Link(controller, 0)
+        self._grant(core, event, command, controller)
+        return None
+
+    @staticmethod
+    def _free_cntlid(subsystem: Subsystem, state: _SubsystemState) -> int | None:
+        """The next number that is free, in turn: a number just given back is used again last."""
+        low, count = subsystem.min_cntlid, subsystem.max_cntlid - subsystem.min_cntlid + 1
+        for step in range(count):
+            cntlid = low + (state.next_cntlid - low + step) % count
+            if cntlid not in state.controllers:
+                state.next_cntlid = cntlid + 1
+                return cntlid
+        return None
+
+    def _connect_io_locked(
+        self,
+        core: TargetCore,
+        event: CapsuleEvent,
+        command: ConnectCommand,
+        data: ConnectData,
+        state: _SubsystemState,
+    ) -> Answer | None:
+        controller = state.controllers.get(data.cntlid)
+        if controller is None or controller.is_discovery:
+            return _invalid("cntlid")
+        if data.hostnqn != controller.host_nqn:
+            return _invalid("hostnqn")
+        if data.hostid != controller.host_id.bytes:
+            return _invalid("hostid")
+        if command.qid > controller.io_queue_count:
+            return _invalid("qid")
+        if command.qid in controller.io_connections or not controller.is_timer_active:
+            return refused(Status.COMMAND_SEQUENCE_ERROR)
+        controller.io_connections[command.qid] = event.connection
+        self._links[event.connection] = _Link(controller, command.qid)
+        self._grant(core, event, command, controller)
+        return None
+
+    @staticmethod
+    def _grant(
+        core: TargetCore, event: CapsuleEvent, command: ConnectCommand, controller: Controller
+    ) -> None:
+        core.complete_connect(
+            event.handle,
+            cntlid=controller.cntlid,
+            controller=controller.core_index,
+            qid=command.qid,
+            sqsize_0based=command.sqsize_0based,
+            sq_flow_control_off=bool(command.cattr & CATTR_DISABLE_SQ_FLOW_CONTROL),
+        )
+
+
+def _invalid(parameter: str) -> Answer:
+    return refused(FabricsStatus.CONNECT_INVALID_PARAMETERS, dw0=InvalidParameter.of(parameter).build())
