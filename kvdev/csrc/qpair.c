@@ -27,6 +27,7 @@
 #define H2C_ITEMS_MAX 16u             /* H2CData PDUs queued at once: capsules wait behind no more */
 #define H2C_PDU_BYTES_MAX (256u << 10) /* our own limit of one H2CData, below any MAXH2CDATA worth having */
 #define IOV_COUNT_MAX 96u
+#define LAST_READS_MAX 32             /* a socket buffer's worth after the peer has closed */
 #define TERM_WAIT_NS 100000000ull     /* destroy waits so long for the peer to read our H2CTermReq and close */
 #define DRAIN_NS 30000000000ull       /* TCP 3.5: the controller closes within 30 s */
 #define SLOT_NONE 0xffffffffu
@@ -433,6 +434,7 @@ static void kill_fault(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fau
     if (qp->rx.pdu.type == fault->pdu_type && qp->is_ic_done)
         qp->fault.cid = qp->rx.pdu.cccid;
     name_copy(qp->fault.field, sizeof qp->fault.field, field);
+    kvdev_pdu_fault_text(fault, qp->fault.text, sizeof qp->fault.text);
     die(qp, fault);
 }
 
@@ -633,6 +635,16 @@ static void tx_advance(struct kvdev_qpair *qp, size_t sent, uint64_t now)
     }
 }
 
+static int receive(struct kvdev_qpair *qp);
+
+/* What the controller completed before it closed is still in the socket: those commands have a known fate. */
+static void send_failed(struct kvdev_qpair *qp, int error)
+{
+    for (int i = 0; i < LAST_READS_MAX && qp->state == KVDEV_QPAIR_READY && receive(qp); i++)
+        ;
+    kvdev_qpair_kill(qp, KVDEV_FAULT_SOCKET, error, "send");
+}
+
 int kvdev_qpair_send(struct kvdev_qpair *qp, uint64_t now)
 {
     int has_moved = 0;
@@ -661,7 +673,7 @@ int kvdev_qpair_send(struct kvdev_qpair *qp, uint64_t now)
                 qp->is_tx_blocked = 1;
                 return has_moved;
             }
-            kvdev_qpair_kill(qp, KVDEV_FAULT_SOCKET, -errno, "send");
+            send_failed(qp, -errno);
             return 1;
         }
         qp->counters.tx_bytes += (uint64_t)sent;

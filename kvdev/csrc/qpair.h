@@ -86,6 +86,7 @@ struct kvdev_qpair_fault {
     uint64_t at_ns;
     char field[32];
     char operation[32];
+    char text[192];                 /* protocol and digest faults: what was expected and what came */
 };
 
 struct kvdev_qpair;

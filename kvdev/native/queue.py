@@ -212,12 +212,13 @@ def fault_from_core(raw: Any) -> QpairFault | None:
 
 
 def _fault_text(raw: Any, field: str, operation: str) -> str:
-    if raw.kind in (_FAULT_PROTOCOL, _FAULT_DIGEST, _FAULT_REFUSED):
-        type_name = ffi.string(lib.kvdev_pdu_type_name(raw.pdu_type)).decode()
-        where = f"{type_name} {field}+0x{raw.field_offset:x}"
-        if raw.kind == _FAULT_REFUSED:
-            return f"{where}: expected the digest that is required, got it refused; allow 'prefer' or 'off'"
-        return f"{where}: expected 0x{raw.expected:x}, got 0x{raw.actual:x} (FES 0x{raw.fes:02x})"
+    if raw.kind == _FAULT_REFUSED:
+        return (
+            f"ICResp dgst+0x{raw.field_offset:x}: expected {field} enabled as required, got 0x{raw.actual:02x}; "
+            f"ask with 'prefer' or 'off', or enable it on the target"
+        )
+    if raw.kind in (_FAULT_PROTOCOL, _FAULT_DIGEST):
+        return f"{ffi.string(raw.text).decode('ascii', 'replace')}, FES 0x{raw.fes:02x}"
     if raw.kind == _FAULT_TERM:
         return f"the controller ended the connection: C2HTermReq FES 0x{raw.fes:02x} FEI 0x{raw.fei:x}"
     if raw.kind == _FAULT_SOCKET:

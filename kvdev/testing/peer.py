@@ -156,6 +156,9 @@ class PeerConnection:
     """Digests of the host's that did not match; a test expects none."""
     stashed: deque[PduFromHost] = field(default_factory=deque)
     """Commands that came while a script waited for data; ``receive_pdu`` gives them next."""
+    script_ident: int = 0
+    is_done: threading.Event = field(default_factory=threading.Event)
+    """The script has ended and the socket is closed."""
 
     def receive(self, size: int) -> bytes:
         """Exactly so many bytes; raises PeerClosedError when the host closes first."""
@@ -349,13 +352,27 @@ class PeerConnection:
             data += pdu.data
         return bytes(data)
 
+    def finish(self) -> None:
+        """End the stream behind everything sent, so that the host receives all of it, then close."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+            self.wait_closed()
+        self.sock.close()
+
     def close(self) -> None:
+        """Close at once; with commands unread the kernel drops what the host has not received yet."""
         self.sock.close()
 
     def reset(self) -> None:
-        """Close so that the host sees a connection reset."""
+        """End so that the host sees a connection reset; from another thread, the script's end is waited for."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.sock.close()
+        if threading.get_ident() == self.script_ident:
+            self.sock.close()
+            return
+        # The script's thread may be inside recv: only it may close, or the descriptor could be another's by then.
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RD)
+        self.is_done.wait(SCRIPT_TIMEOUT_S)
 
 
 class ScriptedPeer:
@@ -397,6 +414,7 @@ class ScriptedPeer:
             thread.start()
 
     def _run(self, script: Script, connection: PeerConnection) -> None:
+        connection.script_ident = threading.get_ident()
         try:
             script(connection)
         except PeerClosedError:
@@ -405,6 +423,7 @@ class ScriptedPeer:
             self.errors.append(error)
         finally:
             connection.close()
+            connection.is_done.set()
 
     def join(self) -> None:
         """Wait for the scripts of all connections made so far, and raise what one of them raised."""
