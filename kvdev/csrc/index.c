@@ -1,0 +1,955 @@
+#include "index.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "crc32c.h"
+
+#define HEADER_BYTES 64u
+#define TABLE_MAGIC 0x4c4254565645444bull /* "KDEVVTBL" as bytes */
+#define FORMAT_VERSION 1u
+#define NONE KVDEV_SLOT_NONE
+#define LOOKAHEAD 16u                      /* keys whose cache lines are fetched together */
+
+enum slot_state { SLOT_FREE, SLOT_RESERVED, SLOT_LIVE, SLOT_LEAVING, SLOT_QUARANTINED };
+#define STATE_MASK 0x07u
+#define FLAG_DUE 0x08u      /* its record has not been collected */
+#define FLAG_ON_MEDIA 0x10u /* a recovery might find the entry live */
+
+struct kvdev_index {
+    uint8_t *table;
+    uint64_t *buckets; /* high half: hash; low half: slot + 1, 0 for an empty bucket */
+    uint32_t *prev;
+    uint32_t *next;
+    uint32_t *pending;
+    uint8_t *flags;
+    uint8_t *block_dirty;
+    uint32_t block_bytes;
+    uint32_t per_block;
+    uint32_t block_count;
+    uint32_t slot_count;
+    uint32_t bucket_count;
+    uint32_t pending_limit;
+    uint32_t pending_count;
+    uint32_t newest; /* list of live slots by last use */
+    uint32_t oldest;
+    uint32_t free_head;
+    uint32_t free_tail;
+    uint32_t state_count[8];
+    uint32_t duplicate_count;
+    uint32_t clock;
+    uint64_t evicted_count;
+    uint64_t next_generation;
+    uint64_t memory_bytes;
+    uint8_t uuid[16];
+};
+
+/* --- structures on media ------------------------------------------------------------------- */
+
+static uint32_t media_crc(const uint8_t *block, uint32_t size)
+{
+    static const uint8_t zero[4];
+    uint32_t crc = kvdev_crc32c(0, block, offsetof(struct kvdev_media_header, crc32c));
+    crc = kvdev_crc32c(crc, zero, sizeof(zero));
+    return kvdev_crc32c(crc, block + 20, size - 20);
+}
+
+void kvdev_media_seal(uint8_t *block)
+{
+    struct kvdev_media_header head;
+    memcpy(&head, block, sizeof(head));
+    head.crc32c = media_crc(block, head.size_bytes);
+    memcpy(block, &head, sizeof(head));
+}
+
+void kvdev_media_seal_many(uint8_t *blocks, uint32_t block_bytes, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        kvdev_media_seal(blocks + (size_t)i * block_bytes);
+    }
+}
+
+int kvdev_media_check(const uint8_t *block, size_t limit, uint64_t magic, const uint8_t *uuid)
+{
+    struct kvdev_media_header head;
+    if (limit < sizeof(head)) {
+        return -EMSGSIZE;
+    }
+    memcpy(&head, block, sizeof(head));
+    if (head.magic != magic) {
+        return -EBADMSG;
+    }
+    if (head.size_bytes < sizeof(head) || head.size_bytes > limit) {
+        return -EMSGSIZE;
+    }
+    if (head.crc32c != media_crc(block, head.size_bytes)) {
+        return -EILSEQ;
+    }
+    if (head.version != FORMAT_VERSION) {
+        return -EPROTO;
+    }
+    if (uuid != NULL && memcmp(uuid, head.uuid, sizeof(head.uuid)) != 0) {
+        return -ESTALE;
+    }
+    return 0;
+}
+
+uint32_t kvdev_table_entries_per_block(uint32_t block_bytes)
+{
+    return (block_bytes - HEADER_BYTES) / (uint32_t)sizeof(struct kvdev_entry);
+}
+
+static uint32_t entries_in_block(uint32_t per_block, uint32_t slot_count, uint32_t block)
+{
+    uint64_t first = (uint64_t)block * per_block;
+    uint64_t left = slot_count - first;
+    return left < per_block ? (uint32_t)left : per_block;
+}
+
+void kvdev_table_format(uint8_t *table, uint32_t block_bytes, uint32_t first_block, uint32_t block_count,
+                        uint32_t slot_count, const uint8_t *uuid)
+{
+    uint32_t per_block = kvdev_table_entries_per_block(block_bytes);
+    for (uint32_t i = 0; i < block_count; i++) {
+        uint8_t *block = table + (size_t)i * block_bytes;
+        uint32_t index = first_block + i;
+        uint32_t count = entries_in_block(per_block, slot_count, index);
+        struct kvdev_media_header head = {
+            .magic = TABLE_MAGIC,
+            .version = FORMAT_VERSION,
+            .count = (uint16_t)count,
+            .size_bytes = block_bytes,
+            .index = index,
+        };
+        memset(block, 0, block_bytes);
+        memcpy(head.uuid, uuid, sizeof(head.uuid));
+        memcpy(block, &head, sizeof(head));
+        for (uint32_t k = 0; k < count; k++) {
+            uint32_t slot = index * per_block + k;
+            memcpy(block + HEADER_BYTES + (size_t)k * sizeof(struct kvdev_entry)
+                       + offsetof(struct kvdev_entry, slot_index),
+                   &slot, sizeof(slot));
+        }
+        kvdev_media_seal(block);
+    }
+}
+
+/* Whether a table block is intact and says what its place demands. */
+static int table_block_ok(const uint8_t *block, uint32_t block_bytes, uint32_t index, uint32_t slot_count,
+                          const uint8_t *uuid)
+{
+    struct kvdev_media_header head;
+    uint32_t per_block = kvdev_table_entries_per_block(block_bytes);
+    if (kvdev_media_check(block, block_bytes, TABLE_MAGIC, uuid) != 0) {
+        return 0;
+    }
+    memcpy(&head, block, sizeof(head));
+    if (head.size_bytes != block_bytes || head.index != index
+        || head.count != entries_in_block(per_block, slot_count, index)) {
+        return 0;
+    }
+    const struct kvdev_entry *entries = (const struct kvdev_entry *)(const void *)(block + HEADER_BYTES);
+    for (uint32_t k = 0; k < head.count; k++) {
+        if (entries[k].slot_index != index * per_block + k || entries[k].state > 1) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+uint32_t kvdev_table_check(uint8_t *table, uint32_t block_bytes, uint32_t block_count, uint32_t slot_count,
+                           const uint8_t *uuid, uint32_t *bad, uint32_t bad_max)
+{
+    uint32_t bad_count = 0;
+    for (uint32_t i = 0; i < block_count; i++) {
+        uint8_t *block = table + (size_t)i * block_bytes;
+        if (table_block_ok(block, block_bytes, i, slot_count, uuid)) {
+            continue;
+        }
+        if (bad_count < bad_max) {
+            bad[bad_count] = i;
+        }
+        bad_count++;
+        kvdev_table_format(block, block_bytes, i, 1, slot_count, uuid);
+    }
+    return bad_count;
+}
+
+uint32_t kvdev_table_merge(uint8_t *table, uint32_t block_bytes, uint32_t block_count, uint32_t slot_count,
+                           const uint8_t *uuid, uint8_t *moved, uint32_t moved_count)
+{
+    uint32_t merged = 0;
+    for (uint32_t i = 0; i < moved_count; i++) {
+        const uint8_t *block = moved + (size_t)i * block_bytes;
+        struct kvdev_media_header head;
+        struct kvdev_media_header old;
+        memcpy(&head, block, sizeof(head));
+        if (head.index >= block_count || !table_block_ok(block, block_bytes, head.index, slot_count, uuid)) {
+            continue;
+        }
+        uint8_t *place = table + (size_t)head.index * block_bytes;
+        memcpy(&old, place, sizeof(old));
+        if (!table_block_ok(place, block_bytes, head.index, slot_count, uuid) || head.sequence > old.sequence) {
+            memcpy(place, block, block_bytes);
+            merged++;
+        }
+    }
+    return merged;
+}
+
+static struct kvdev_entry *entry_at(uint8_t *table, uint32_t block_bytes, uint32_t per_block, uint32_t slot)
+{
+    return (struct kvdev_entry *)(void *)(table + (size_t)(slot / per_block) * block_bytes + HEADER_BYTES
+                                          + (size_t)(slot % per_block) * sizeof(struct kvdev_entry));
+}
+
+int kvdev_table_apply(uint8_t *table, uint32_t block_bytes, uint32_t slot_count, uint8_t *block_dirty,
+                      const struct kvdev_entry *records, uint32_t count, uint64_t first_sequence)
+{
+    uint32_t per_block = kvdev_table_entries_per_block(block_bytes);
+    for (uint32_t i = 0; i < count; i++) {
+        if (records[i].slot_index >= slot_count || records[i].state > 1) {
+            return -EINVAL;
+        }
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t slot = records[i].slot_index;
+        uint64_t included;
+        memcpy(&included,
+               table + (size_t)(slot / per_block) * block_bytes
+                   + offsetof(struct kvdev_media_header, sequence),
+               sizeof(included));
+        if (first_sequence + i > included) {
+            *entry_at(table, block_bytes, per_block, slot) = records[i];
+            block_dirty[slot / per_block] = 1;
+        }
+    }
+    return 0;
+}
+
+uint64_t kvdev_entry_checksum(const uint8_t *uuid, const uint8_t *key, uint64_t generation, uint32_t length,
+                              uint32_t crc32c)
+{
+    uint8_t identity[64];
+    memcpy(identity, uuid, 16);
+    memcpy(identity + 16, key, 32);
+    memcpy(identity + 48, &generation, 8);
+    memcpy(identity + 56, &length, 4);
+    memcpy(identity + 60, &crc32c, 4);
+    return (uint64_t)kvdev_crc32c(0, identity, sizeof(identity)) << 32 | crc32c;
+}
+
+/* --- hash ---------------------------------------------------------------------------------- */
+
+static uint32_t hash_key(const uint8_t *key)
+{
+    uint64_t word[4];
+    memcpy(word, key, sizeof(word));
+    uint64_t h = (word[0] ^ (word[1] << 23 | word[1] >> 41)) * 0x9e3779b97f4a7c15ull;
+    h ^= (word[2] ^ (word[3] << 41 | word[3] >> 23)) * 0xc2b2ae3d27d4eb4full;
+    h ^= h >> 32;
+    h *= 0xd6e8feb86659fd93ull;
+    return (uint32_t)(h >> 32);
+}
+
+static uint32_t home_of(const struct kvdev_index *index, uint32_t hash)
+{
+    return (uint32_t)((uint64_t)hash * index->bucket_count >> 32);
+}
+
+static struct kvdev_entry *entry_of(const struct kvdev_index *index, uint32_t slot)
+{
+    return entry_at(index->table, index->block_bytes, index->per_block, slot);
+}
+
+/* The bucket of a key, or of the empty bucket where it would go. */
+static uint32_t probe(const struct kvdev_index *index, const uint8_t *key, uint32_t hash)
+{
+    uint32_t i = home_of(index, hash);
+    /* Bounded: there are more buckets than slots. */
+    while (index->buckets[i] != 0) {
+        uint64_t bucket = index->buckets[i];
+        if ((uint32_t)(bucket >> 32) == hash
+            && memcmp(entry_of(index, (uint32_t)bucket - 1)->key, key, 32) == 0) {
+            break;
+        }
+        i = i + 1 == index->bucket_count ? 0 : i + 1;
+    }
+    return i;
+}
+
+static uint32_t find(const struct kvdev_index *index, const uint8_t *key, uint32_t hash)
+{
+    /* An empty bucket holds 0, which is slot NONE plus one. */
+    return (uint32_t)index->buckets[probe(index, key, hash)] - 1;
+}
+
+static void hash_insert(struct kvdev_index *index, const uint8_t *key, uint32_t hash, uint32_t slot)
+{
+    index->buckets[probe(index, key, hash)] = (uint64_t)hash << 32 | (slot + 1);
+}
+
+static void hash_delete(struct kvdev_index *index, const uint8_t *key)
+{
+    uint32_t hole = probe(index, key, hash_key(key));
+    uint32_t i = hole;
+    for (;;) {
+        i = i + 1 == index->bucket_count ? 0 : i + 1;
+        if (index->buckets[i] == 0) {
+            break;
+        }
+        uint32_t home = home_of(index, (uint32_t)(index->buckets[i] >> 32));
+        /* What has its home between the hole and itself must stay reachable from there. */
+        int stays = hole <= i ? (hole < home && home <= i) : (hole < home || home <= i);
+        if (!stays) {
+            index->buckets[hole] = index->buckets[i];
+            hole = i;
+        }
+    }
+    index->buckets[hole] = 0;
+}
+
+/* --- lists and states ---------------------------------------------------------------------- */
+
+static uint32_t state_of(const struct kvdev_index *index, uint32_t slot)
+{
+    return index->flags[slot] & STATE_MASK;
+}
+
+static void set_state(struct kvdev_index *index, uint32_t slot, enum slot_state state)
+{
+    index->state_count[state_of(index, slot)]--;
+    index->flags[slot] = (uint8_t)((index->flags[slot] & ~STATE_MASK) | (uint32_t)state);
+    index->state_count[state]++;
+}
+
+static void use_push(struct kvdev_index *index, uint32_t slot)
+{
+    index->prev[slot] = NONE;
+    index->next[slot] = index->newest;
+    if (index->newest != NONE) {
+        index->prev[index->newest] = slot;
+    } else {
+        index->oldest = slot;
+    }
+    index->newest = slot;
+}
+
+static void use_unlink(struct kvdev_index *index, uint32_t slot)
+{
+    uint32_t prev = index->prev[slot];
+    uint32_t next = index->next[slot];
+    if (prev != NONE) {
+        index->next[prev] = next;
+    } else {
+        index->newest = next;
+    }
+    if (next != NONE) {
+        index->prev[next] = prev;
+    } else {
+        index->oldest = prev;
+    }
+}
+
+/* To the end of the free list: a slot rests as long as there are others. */
+static void free_push(struct kvdev_index *index, uint32_t slot)
+{
+    set_state(index, slot, SLOT_FREE);
+    index->next[slot] = NONE;
+    if (index->free_tail != NONE) {
+        index->next[index->free_tail] = slot;
+    } else {
+        index->free_head = slot;
+    }
+    index->free_tail = slot;
+}
+
+static uint32_t free_pop(struct kvdev_index *index)
+{
+    uint32_t slot = index->free_head;
+    index->free_head = index->next[slot];
+    if (index->free_head == NONE) {
+        index->free_tail = NONE;
+    }
+    return slot;
+}
+
+static void due(struct kvdev_index *index, uint32_t slot)
+{
+    if (!(index->flags[slot] & FLAG_DUE)) {
+        index->flags[slot] |= FLAG_DUE;
+        index->pending[index->pending_count++] = slot;
+    }
+}
+
+/* Whether `count` more slots can become due. */
+static int pending_has_room(const struct kvdev_index *index, uint64_t count)
+{
+    return index->pending_count + count <= index->pending_limit;
+}
+
+/* A live slot leaves: at once if media never knew it, else when its free record is durable. */
+static void retire(struct kvdev_index *index, uint32_t slot)
+{
+    struct kvdev_entry *entry = entry_of(index, slot);
+    hash_delete(index, entry->key);
+    use_unlink(index, slot);
+    memset(entry->key, 0, sizeof(entry->key));
+    entry->state = 0;
+    entry->checksum = 0;
+    entry->length = 0;
+    if (index->flags[slot] & FLAG_ON_MEDIA) {
+        set_state(index, slot, SLOT_LEAVING);
+        due(index, slot);
+    } else {
+        index->flags[slot] &= (uint8_t)~FLAG_DUE;
+        free_push(index, slot);
+    }
+}
+
+/* --- life ---------------------------------------------------------------------------------- */
+
+void kvdev_index_destroy(struct kvdev_index *index)
+{
+    if (index == NULL) {
+        return;
+    }
+    free(index->buckets);
+    free(index->prev);
+    free(index->next);
+    free(index->pending);
+    free(index->flags);
+    free(index->block_dirty);
+    free(index);
+}
+
+int kvdev_index_create(uint8_t *table, uint32_t block_bytes, uint32_t slot_count, uint32_t pending_limit,
+                       const uint8_t *uuid, uint64_t next_generation, struct kvdev_index **ret)
+{
+    if (slot_count == 0 || slot_count >= NONE / 2 || block_bytes < 128 || pending_limit == 0) {
+        return -EINVAL;
+    }
+    struct kvdev_index *index = calloc(1, sizeof(*index));
+    if (index == NULL) {
+        return -ENOMEM;
+    }
+    index->table = table;
+    index->block_bytes = block_bytes;
+    index->per_block = kvdev_table_entries_per_block(block_bytes);
+    index->block_count = (slot_count + index->per_block - 1) / index->per_block;
+    index->slot_count = slot_count;
+    index->bucket_count = slot_count + slot_count / 3 + 8;
+    index->pending_limit = pending_limit;
+    index->next_generation = next_generation;
+    memcpy(index->uuid, uuid, sizeof(index->uuid));
+    index->buckets = calloc(index->bucket_count, sizeof(*index->buckets));
+    index->prev = calloc(slot_count, sizeof(*index->prev));
+    index->next = calloc(slot_count, sizeof(*index->next));
+    index->pending = calloc(pending_limit, sizeof(*index->pending));
+    index->flags = calloc(slot_count, sizeof(*index->flags));
+    index->block_dirty = calloc(index->block_count, sizeof(*index->block_dirty));
+    if (index->buckets == NULL || index->prev == NULL || index->next == NULL || index->pending == NULL
+        || index->flags == NULL || index->block_dirty == NULL) {
+        kvdev_index_destroy(index);
+        return -ENOMEM;
+    }
+    index->memory_bytes = sizeof(*index) + (uint64_t)index->bucket_count * 8 + (uint64_t)slot_count * 9
+                          + (uint64_t)pending_limit * 4 + index->block_count;
+    *ret = index;
+    return 0;
+}
+
+uint8_t *kvdev_index_dirty_map(struct kvdev_index *index)
+{
+    return index->block_dirty;
+}
+
+/* Live slots in `order`, oldest use first: two stable passes over the halves of last_use. */
+static void sort_by_use(const struct kvdev_index *index, uint32_t *order, uint32_t *spare, uint32_t count,
+                        uint32_t *counts)
+{
+    for (unsigned shift = 0; shift < 32; shift += 16) {
+        memset(counts, 0, 65537 * sizeof(*counts));
+        for (uint32_t i = 0; i < count; i++) {
+            counts[(entry_of(index, order[i])->last_use >> shift & 0xffff) + 1]++;
+        }
+        for (uint32_t i = 0; i < 65536; i++) {
+            counts[i + 1] += counts[i];
+        }
+        for (uint32_t i = 0; i < count; i++) {
+            spare[counts[entry_of(index, order[i])->last_use >> shift & 0xffff]++] = order[i];
+        }
+        memcpy(order, spare, (size_t)count * sizeof(*order));
+    }
+}
+
+/* Drop the older of two entries that claim one key: a crash may leave both. */
+static void load_live(struct kvdev_index *index, uint32_t slot)
+{
+    struct kvdev_entry *entry = entry_of(index, slot);
+    uint32_t hash = hash_key(entry->key);
+    uint32_t rival = find(index, entry->key, hash);
+    uint32_t loser = NONE;
+    if (rival != NONE) {
+        index->duplicate_count++;
+        loser = entry_of(index, rival)->generation < entry->generation ? rival : slot;
+    }
+    set_state(index, slot, SLOT_LIVE);
+    index->flags[slot] |= FLAG_ON_MEDIA;
+    if (loser != slot) {
+        hash_insert(index, entry->key, hash, slot);
+    }
+    if (loser != NONE) {
+        struct kvdev_entry *gone = entry_of(index, loser);
+        memset(gone->key, 0, sizeof(gone->key));
+        gone->state = 0;
+        set_state(index, loser, SLOT_LEAVING);
+    }
+}
+
+int kvdev_index_load(struct kvdev_index *index)
+{
+    uint32_t *order = malloc((size_t)index->slot_count * 2 * sizeof(*order));
+    uint32_t *counts = malloc(65537 * sizeof(*counts));
+    uint32_t live = 0;
+    if (order == NULL || counts == NULL) {
+        free(order);
+        free(counts);
+        return -ENOMEM;
+    }
+    memset(index->buckets, 0, (size_t)index->bucket_count * sizeof(*index->buckets));
+    memset(index->flags, 0, index->slot_count);
+    memset(index->state_count, 0, sizeof(index->state_count));
+    index->state_count[SLOT_FREE] = index->slot_count;
+    index->newest = index->oldest = index->free_head = index->free_tail = NONE;
+    index->pending_count = index->duplicate_count = index->clock = 0;
+    for (uint32_t slot = 0; slot < index->slot_count; slot++) {
+        if (entry_of(index, slot)->state == 1) {
+            load_live(index, slot);
+        }
+    }
+    for (uint32_t slot = 0; slot < index->slot_count; slot++) {
+        uint32_t last_use = entry_of(index, slot)->last_use;
+        switch (state_of(index, slot)) {
+        case SLOT_LIVE:
+            order[live++] = slot;
+            index->clock = last_use > index->clock ? last_use : index->clock;
+            break;
+        case SLOT_LEAVING:
+            if (pending_has_room(index, 1)) {
+                due(index, slot);
+            } else {
+                set_state(index, slot, SLOT_QUARANTINED); /* found again at the next load */
+            }
+            break;
+        default:
+            free_push(index, slot);
+            break;
+        }
+    }
+    sort_by_use(index, order, order + index->slot_count, live, counts);
+    for (uint32_t i = 0; i < live; i++) {
+        use_push(index, order[i]);
+    }
+    free(order);
+    free(counts);
+    return 0;
+}
+
+void kvdev_index_stat(const struct kvdev_index *index, struct kvdev_index_stat *ret)
+{
+    uint32_t dirty = 0;
+    for (uint32_t i = 0; i < index->block_count; i++) {
+        dirty += index->block_dirty[i];
+    }
+    *ret = (struct kvdev_index_stat){
+        .slot_count = index->slot_count,
+        .live_count = index->state_count[SLOT_LIVE],
+        .free_count = index->state_count[SLOT_FREE],
+        .reserved_count = index->state_count[SLOT_RESERVED],
+        .leaving_count = index->state_count[SLOT_LEAVING],
+        .quarantined_count = index->state_count[SLOT_QUARANTINED],
+        .pending_count = index->pending_count,
+        .pending_limit = index->pending_limit,
+        .dirty_block_count = dirty,
+        .duplicate_count = index->duplicate_count,
+        .evicted_count = index->evicted_count,
+        .next_generation = index->next_generation,
+        .memory_bytes = index->memory_bytes,
+    };
+}
+
+/* --- batches ------------------------------------------------------------------------------- */
+
+/* Slots of up to LOOKAHEAD keys; the cache misses of the whole group overlap. */
+static void find_group(const struct kvdev_index *index, const uint8_t *keys, uint32_t count, uint32_t *slots)
+{
+    uint32_t hashes[LOOKAHEAD];
+    for (uint32_t i = 0; i < count; i++) {
+        hashes[i] = hash_key(keys + (size_t)i * 32);
+        __builtin_prefetch(&index->buckets[home_of(index, hashes[i])]);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t bucket = index->buckets[home_of(index, hashes[i])];
+        if (bucket != 0) {
+            __builtin_prefetch(entry_of(index, (uint32_t)bucket - 1));
+        }
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        slots[i] = find(index, keys + (size_t)i * 32, hashes[i]);
+    }
+}
+
+static uint32_t group_size(uint32_t left)
+{
+    return left < LOOKAHEAD ? left : LOOKAHEAD;
+}
+
+uint32_t kvdev_index_lookup(struct kvdev_index *index, const uint8_t *keys, uint32_t count, int touch,
+                            struct kvdev_grant *grants)
+{
+    uint32_t slots[LOOKAHEAD];
+    uint32_t hits = 0;
+    if (touch) {
+        index->clock++;
+    }
+    for (uint32_t done = 0; done < count; done += LOOKAHEAD) {
+        uint32_t group = group_size(count - done);
+        find_group(index, keys + (size_t)done * 32, group, slots);
+        for (uint32_t i = 0; i < group; i++) {
+            struct kvdev_grant *grant = &grants[done + i];
+            *grant = (struct kvdev_grant){ .slot_index = slots[i] };
+            if (slots[i] == NONE) {
+                continue;
+            }
+            struct kvdev_entry *entry = entry_of(index, slots[i]);
+            grant->generation = entry->generation;
+            grant->checksum = entry->checksum;
+            grant->length = entry->length;
+            hits++;
+            if (touch) {
+                entry->last_use = index->clock;
+                use_unlink(index, slots[i]);
+                use_push(index, slots[i]);
+            }
+        }
+    }
+    return hits;
+}
+
+uint32_t kvdev_index_contains(const struct kvdev_index *index, const uint8_t *keys, uint32_t count,
+                              uint8_t *found)
+{
+    uint32_t slots[LOOKAHEAD];
+    uint32_t hits = 0;
+    for (uint32_t done = 0; done < count; done += LOOKAHEAD) {
+        uint32_t group = group_size(count - done);
+        find_group(index, keys + (size_t)done * 32, group, slots);
+        for (uint32_t i = 0; i < group; i++) {
+            found[done + i] = slots[i] != NONE;
+            hits += slots[i] != NONE;
+        }
+    }
+    return hits;
+}
+
+uint32_t kvdev_index_prefix(const struct kvdev_index *index, const uint8_t *keys, uint32_t count)
+{
+    uint32_t slots[LOOKAHEAD];
+    for (uint32_t done = 0; done < count; done += LOOKAHEAD) {
+        uint32_t group = group_size(count - done);
+        find_group(index, keys + (size_t)done * 32, group, slots);
+        for (uint32_t i = 0; i < group; i++) {
+            if (slots[i] == NONE) {
+                return done + i;
+            }
+        }
+    }
+    return count;
+}
+
+uint32_t kvdev_index_find_duplicate(const uint8_t *keys, uint32_t count, uint32_t *scratch)
+{
+    uint32_t room = 1;
+    while (room < count * 2u && room < 1u << 31) {
+        room <<= 1;
+    }
+    memset(scratch, 0, (size_t)room * sizeof(*scratch));
+    for (uint32_t i = 0; i < count; i++) {
+        const uint8_t *key = keys + (size_t)i * 32;
+        uint32_t place = hash_key(key) & (room - 1);
+        while (scratch[place] != 0) {
+            if (memcmp(keys + (size_t)(scratch[place] - 1) * 32, key, 32) == 0) {
+                return i;
+            }
+            place = (place + 1) & (room - 1);
+        }
+        scratch[place] = i + 1;
+    }
+    return count;
+}
+
+int kvdev_index_reserve(struct kvdev_index *index, uint32_t count, uint32_t length,
+                        struct kvdev_grant *grants)
+{
+    if (index->state_count[SLOT_FREE] < count) {
+        return -ENOSPC;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t slot = free_pop(index);
+        set_state(index, slot, SLOT_RESERVED);
+        grants[i] = (struct kvdev_grant){
+            .generation = index->next_generation++,
+            .slot_index = slot,
+            .length = length,
+        };
+    }
+    return 0;
+}
+
+static int grant_is_in(const struct kvdev_index *index, const struct kvdev_grant *grant, uint32_t state)
+{
+    return grant->slot_index < index->slot_count && state_of(index, grant->slot_index) == state;
+}
+
+static void store_entry(struct kvdev_index *index, const uint8_t *key, struct kvdev_grant *grant,
+                        uint32_t crc32c)
+{
+    uint32_t hash = hash_key(key);
+    uint32_t older = find(index, key, hash);
+    uint32_t slot = grant->slot_index;
+    struct kvdev_entry *entry = entry_of(index, slot);
+    grant->checksum = kvdev_entry_checksum(index->uuid, key, grant->generation, grant->length, crc32c);
+    /* Due before its predecessor's free record: a cut between them leaves the key with one of the two. */
+    set_state(index, slot, SLOT_LIVE);
+    due(index, slot);
+    if (older != NONE) {
+        retire(index, older);
+    }
+    *entry = (struct kvdev_entry){
+        .generation = grant->generation,
+        .checksum = grant->checksum,
+        .length = grant->length,
+        .last_use = index->clock,
+        .state = 1,
+        .algorithm = 1,
+        .slot_index = slot,
+    };
+    memcpy(entry->key, key, sizeof(entry->key));
+    hash_insert(index, key, hash, slot);
+    use_push(index, slot);
+}
+
+int kvdev_index_commit(struct kvdev_index *index, const uint8_t *keys, struct kvdev_grant *grants,
+                       const uint32_t *crc32c, const uint8_t *outcome, uint32_t count, uint8_t *done)
+{
+    if (!pending_has_room(index, 2 * (uint64_t)count)) {
+        return -ENOBUFS;
+    }
+    index->clock++;
+    for (uint32_t i = 0; i < count; i++) {
+        done[i] = 0;
+        if (!grant_is_in(index, &grants[i], SLOT_RESERVED)) {
+            continue;
+        }
+        if (outcome[i] == KVDEV_OUTCOME_WRITTEN) {
+            store_entry(index, keys + (size_t)i * 32, &grants[i], crc32c[i]);
+            done[i] = 1;
+        } else if (outcome[i] == KVDEV_OUTCOME_FAILED) {
+            free_push(index, grants[i].slot_index);
+        } else {
+            set_state(index, grants[i].slot_index, SLOT_QUARANTINED);
+        }
+    }
+    return 0;
+}
+
+int kvdev_index_remove(struct kvdev_index *index, const uint8_t *keys, uint32_t count, uint8_t *done)
+{
+    if (!pending_has_room(index, count)) {
+        return -ENOBUFS;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        const uint8_t *key = keys + (size_t)i * 32;
+        uint32_t slot = find(index, key, hash_key(key));
+        done[i] = slot != NONE;
+        if (slot != NONE) {
+            retire(index, slot);
+        }
+    }
+    return 0;
+}
+
+static int grant_is_current(const struct kvdev_index *index, const struct kvdev_grant *grant)
+{
+    return grant_is_in(index, grant, SLOT_LIVE)
+           && entry_of(index, grant->slot_index)->generation == grant->generation;
+}
+
+int kvdev_index_withdraw(struct kvdev_index *index, const struct kvdev_grant *grants, uint32_t count,
+                         uint8_t *done)
+{
+    if (!pending_has_room(index, count)) {
+        return -ENOBUFS;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        done[i] = (uint8_t)grant_is_current(index, &grants[i]);
+        if (done[i]) {
+            retire(index, grants[i].slot_index);
+        }
+    }
+    return 0;
+}
+
+void kvdev_index_confirm(const struct kvdev_index *index, const struct kvdev_grant *grants, uint32_t count,
+                         uint8_t *valid)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        valid[i] = (uint8_t)grant_is_current(index, &grants[i]);
+    }
+}
+
+int kvdev_index_evict(struct kvdev_index *index, uint32_t count, uint32_t *evicted)
+{
+    if (!pending_has_room(index, count)) {
+        return -ENOBUFS;
+    }
+    *evicted = 0;
+    while (*evicted < count && index->oldest != NONE) {
+        retire(index, index->oldest);
+        index->evicted_count++;
+        (*evicted)++;
+    }
+    return 0;
+}
+
+uint32_t kvdev_index_verify(const struct kvdev_index *index, const uint8_t *keys,
+                            const struct kvdev_grant *grants, const uint32_t *crc32c, uint32_t count,
+                            uint8_t *valid)
+{
+    uint32_t valid_count = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t expected = kvdev_entry_checksum(index->uuid, keys + (size_t)i * 32, grants[i].generation,
+                                                 grants[i].length, crc32c[i]);
+        valid[i] = expected == grants[i].checksum;
+        valid_count += valid[i];
+    }
+    return valid_count;
+}
+
+/* --- records ------------------------------------------------------------------------------- */
+
+uint32_t kvdev_index_collect(struct kvdev_index *index, struct kvdev_entry *records, uint32_t max)
+{
+    uint32_t count = 0;
+    uint32_t i = 0;
+    for (; i < index->pending_count && count < max; i++) {
+        uint32_t slot = index->pending[i];
+        /* A slot may stand in the list twice, freed and stored again: one record says it all. */
+        if (!(index->flags[slot] & FLAG_DUE)) {
+            continue;
+        }
+        index->flags[slot] = (uint8_t)((index->flags[slot] & ~FLAG_DUE) | FLAG_ON_MEDIA);
+        records[count++] = *entry_of(index, slot);
+        index->block_dirty[slot / index->per_block] = 1;
+    }
+    memmove(index->pending, index->pending + i, (index->pending_count - i) * sizeof(*index->pending));
+    index->pending_count -= i;
+    return count;
+}
+
+void kvdev_index_settle(struct kvdev_index *index, const struct kvdev_entry *records, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t slot = records[i].slot_index;
+        if (records[i].state == 0 && state_of(index, slot) == SLOT_LEAVING) {
+            index->flags[slot] &= (uint8_t)~FLAG_ON_MEDIA;
+            free_push(index, slot);
+        }
+    }
+}
+
+uint32_t kvdev_index_fail(struct kvdev_index *index, const struct kvdev_entry *records, uint32_t count)
+{
+    uint32_t withdrawn = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t slot = records[i].slot_index;
+        if (records[i].state == 1 && state_of(index, slot) == SLOT_LIVE
+            && entry_of(index, slot)->generation == records[i].generation) {
+            retire(index, slot);
+            withdrawn++;
+        } else if (state_of(index, slot) == SLOT_LEAVING) {
+            due(index, slot);
+        }
+    }
+    return withdrawn;
+}
+
+uint32_t kvdev_index_drop_pending(struct kvdev_index *index)
+{
+    uint32_t withdrawn = 0;
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < index->pending_count; i++) {
+        uint32_t slot = index->pending[i];
+        if (!(index->flags[slot] & FLAG_DUE)) {
+            continue;
+        }
+        if (state_of(index, slot) == SLOT_LIVE) {
+            retire(index, slot);
+            withdrawn++;
+        } else {
+            index->pending[kept++] = slot;
+        }
+    }
+    index->pending_count = kept;
+    return withdrawn;
+}
+
+uint32_t kvdev_index_dirty_blocks(const struct kvdev_index *index, uint32_t *blocks, uint32_t max)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < index->block_count && count < max; i++) {
+        if (index->block_dirty[i]) {
+            blocks[count++] = i;
+        }
+    }
+    return count;
+}
+
+void kvdev_index_seal(struct kvdev_index *index, const uint32_t *blocks, uint32_t count, uint64_t sequence,
+                      uint64_t epoch)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        uint8_t *block = index->table + (size_t)blocks[i] * index->block_bytes;
+        struct kvdev_media_header head;
+        memcpy(&head, block, sizeof(head));
+        head.sequence = sequence;
+        head.epoch = epoch;
+        memcpy(block, &head, sizeof(head));
+        kvdev_media_seal(block);
+    }
+}
+
+void kvdev_index_clear_dirty(struct kvdev_index *index, const uint32_t *blocks, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        index->block_dirty[blocks[i]] = 0;
+    }
+}
+
+/* --- bytes --------------------------------------------------------------------------------- */
+
+void kvdev_copy_many(const uint64_t *to, const uint64_t *from, uint32_t size_bytes, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        memcpy((void *)(uintptr_t)to[i], (const void *)(uintptr_t)from[i], size_bytes);
+    }
+}
+
+void kvdev_crc32c_many(const uint64_t *from, uint64_t size_bytes, uint32_t count, uint32_t *crc32c)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        crc32c[i] = kvdev_crc32c(0, (const void *)(uintptr_t)from[i], size_bytes);
+    }
+}

@@ -1,0 +1,384 @@
+"""The page table's index in the C core, on NumPy arrays.
+
+Not here: I/O and the order of writes (``kvdev.store.namespace``); the layouts (csrc/index.h).
+Threads: one caller at a time per index. The table image stays the caller's and alive meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdev._core import ffi, lib
+from kvdev.errors import CapacityError, UsageError
+
+SLOT_NONE = 0xFFFFFFFF
+"""``slot_index`` of a grant whose key is not stored."""
+
+MEDIA_HEADER_DTYPE = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("version", "<u2"),
+        ("count", "<u2"),
+        ("size_bytes", "<u4"),
+        ("crc32c", "<u4"),
+        ("index", "<u4"),
+        ("uuid", "u1", (16,)),
+        ("sequence", "<u8"),
+        ("epoch", "<u8"),
+        ("durable_sequence", "<u8"),
+    ]
+)
+"""``struct kvdev_media_header``: the first 64 bytes of every structure on media."""
+
+ENTRY_DTYPE = np.dtype(
+    [
+        ("key", "u1", (32,)),
+        ("generation", "<u8"),
+        ("checksum", "<u8"),
+        ("length", "<u4"),
+        ("last_use", "<u4"),
+        ("state", "u1"),
+        ("algorithm", "u1"),
+        ("reserved", "<u2"),
+        ("slot_index", "<u4"),
+    ]
+)
+"""``struct kvdev_entry``: one slot, in the page table and as a journal record."""
+
+GRANT_DTYPE = np.dtype([("generation", "<u8"), ("checksum", "<u8"), ("slot_index", "<u4"), ("length", "<u4")])
+"""``struct kvdev_grant``: leave to read or write one slot as long as its generation stands."""
+
+OUTCOME_WRITTEN = 0
+OUTCOME_FAILED = 1
+OUTCOME_UNKNOWN = 2
+
+Uint8Array = npt.NDArray[np.uint8]
+Uint32Array = npt.NDArray[np.uint32]
+Uint64Array = npt.NDArray[np.uint64]
+GrantArray = npt.NDArray[Any]
+EntryArray = npt.NDArray[Any]
+
+
+class PendingFullError(CapacityError):
+    """So many records are due that the batch does not fit beside them: commit, then try again."""
+
+
+@dataclass(frozen=True)
+class IndexStat:
+    """``struct kvdev_index_stat``."""
+
+    slot_count: int
+    live_count: int
+    free_count: int
+    reserved_count: int
+    leaving_count: int
+    quarantined_count: int
+    pending_count: int
+    pending_limit: int
+    dirty_block_count: int
+    duplicate_count: int
+    evicted_count: int
+    next_generation: int
+    memory_bytes: int
+
+
+def _pointer(array: npt.NDArray[Any], kind: str) -> Any:
+    return ffi.cast(kind, array.ctypes.data)
+
+
+def _keys(array: Uint8Array) -> Any:
+    return ffi.cast("uint8_t *", array.ctypes.data)
+
+
+def _grants(array: GrantArray) -> Any:
+    return ffi.cast("struct kvdev_grant *", array.ctypes.data)
+
+
+def entries_per_block(block_bytes: int) -> int:
+    """Entries of a table block, records of a journal block."""
+    return int(lib.kvdev_table_entries_per_block(block_bytes))
+
+
+def seal(blocks: Uint8Array, block_bytes: int) -> None:
+    """Write the checksum into the header of each block of a contiguous buffer."""
+    lib.kvdev_media_seal_many(_keys(blocks), block_bytes, blocks.nbytes // block_bytes)
+
+
+def media_error(block: Uint8Array, magic: int, uuid: bytes | None) -> str | None:
+    """Why a block is not an intact structure of this kind and owner; None when it is."""
+    owner = ffi.NULL if uuid is None else ffi.from_buffer("uint8_t[]", uuid)
+    code = lib.kvdev_media_check(_keys(block), block.nbytes, magic, owner)
+    return None if code == 0 else _MEDIA_ERRORS[-code]
+
+
+_MEDIA_ERRORS = {
+    errno.EBADMSG: "magic",
+    errno.EPROTO: "version",
+    errno.EMSGSIZE: "size",
+    errno.EILSEQ: "checksum",
+    errno.ESTALE: "uuid",
+}
+
+
+def entry_checksum(uuid: bytes, key: bytes, generation: int, length: int, crc32c: int) -> int:
+    """Checksum of an entry: CRC32C of the page below, CRC32C of identity and that above."""
+    return int(lib.kvdev_entry_checksum(uuid, key, generation, length, crc32c))
+
+
+class Table:
+    """The page table's image: blocks as they lie on media, in a buffer of the caller."""
+
+    def __init__(self, image: Uint8Array, *, block_bytes: int, slot_count: int, uuid: bytes) -> None:
+        self.image = image
+        self.block_bytes = block_bytes
+        self.slot_count = slot_count
+        self.uuid = uuid
+        self.block_count = table_block_count(block_bytes, slot_count)
+        assert image.nbytes >= self.block_count * block_bytes
+
+    def check(self, *, bad_max: int = 1024) -> tuple[int, Uint32Array]:
+        """Check every block; bad ones become empty. Returns how many were, and which (the first)."""
+        bad = np.zeros(bad_max, dtype=np.uint32)
+        count = int(
+            lib.kvdev_table_check(
+                _keys(self.image),
+                self.block_bytes,
+                self.block_count,
+                self.slot_count,
+                self.uuid,
+                _pointer(bad, "uint32_t *"),
+                bad_max,
+            )
+        )
+        return count, bad[:count]
+
+    def merge(self, moved: Uint8Array) -> int:
+        """Take blocks that moved to the spare area where they are younger; returns how many were."""
+        return int(
+            lib.kvdev_table_merge(
+                _keys(self.image),
+                self.block_bytes,
+                self.block_count,
+                self.slot_count,
+                self.uuid,
+                _keys(moved),
+                moved.nbytes // self.block_bytes,
+            )
+        )
+
+    def headers(self) -> npt.NDArray[Any]:
+        """The blocks' headers, a strided view."""
+        blocks = self.image[: self.block_count * self.block_bytes].reshape(-1, self.block_bytes)
+        return blocks[:, : MEDIA_HEADER_DTYPE.itemsize].view(MEDIA_HEADER_DTYPE)[:, 0]
+
+    def entries(self) -> EntryArray:
+        """All slots' entries, copied, in slot order."""
+        per_block = entries_per_block(self.block_bytes)
+        blocks = self.image[: self.block_count * self.block_bytes].reshape(-1, self.block_bytes)
+        body = blocks[:, 64 : 64 + per_block * ENTRY_DTYPE.itemsize]
+        return np.ascontiguousarray(body).view(ENTRY_DTYPE).reshape(-1)[: self.slot_count]
+
+
+def table_block_count(block_bytes: int, slot_count: int) -> int:
+    return -(-slot_count // entries_per_block(block_bytes))
+
+
+def format_table(
+    *, block_bytes: int, first_block: int, block_count: int, slot_count: int, uuid: bytes, out: Uint8Array
+) -> None:
+    """Empty, sealed table blocks ``first_block`` and following, into ``out``."""
+    assert out.nbytes >= block_count * block_bytes
+    lib.kvdev_table_format(_keys(out), block_bytes, first_block, block_count, slot_count, uuid)
+
+
+class PageIndex:
+    """Key to slot, free slots, least recent use and the records due; over a table image."""
+
+    def __init__(self, table: Table, *, pending_limit: int, next_generation: int) -> None:
+        """An index with nothing in it; ``replay`` and ``load`` build it from the image."""
+        out = ffi.new("struct kvdev_index **")
+        code = lib.kvdev_index_create(
+            _keys(table.image),
+            table.block_bytes,
+            table.slot_count,
+            pending_limit,
+            table.uuid,
+            next_generation,
+            out,
+        )
+        if code:
+            raise CapacityError(f"page index of {table.slot_count} slots: {os.strerror(-code)}")
+        self.table = table
+        self.pending_limit = pending_limit
+        self._handle = ffi.gc(out[0], lib.kvdev_index_destroy)
+
+    def replay(self, records: EntryArray, first_sequence: int) -> bool:
+        """Apply one journal block to the table image; False when a record is not of this table."""
+        code = lib.kvdev_table_apply(
+            _keys(self.table.image),
+            self.table.block_bytes,
+            self.table.slot_count,
+            lib.kvdev_index_dirty_map(self._handle),
+            _pointer(records, "struct kvdev_entry *"),
+            len(records),
+            first_sequence,
+        )
+        return bool(code == 0)
+
+    def load(self) -> None:
+        """Build hash, lists and states from the table image."""
+        code = lib.kvdev_index_load(self._handle)
+        if code:
+            raise CapacityError(f"page index of {self.table.slot_count} slots: {os.strerror(-code)}")
+
+    def stat(self) -> IndexStat:
+        out = ffi.new("struct kvdev_index_stat *")
+        lib.kvdev_index_stat(self._handle, out)
+        return IndexStat(**{name: int(getattr(out, name)) for name in IndexStat.__dataclass_fields__})
+
+    def lookup(self, keys: Uint8Array, *, touch: bool) -> GrantArray:
+        """A grant per key; ``slot_index`` is SLOT_NONE where the key is not stored."""
+        grants = np.empty(len(keys), dtype=GRANT_DTYPE)
+        lib.kvdev_index_lookup(self._handle, _keys(keys), len(keys), int(touch), _grants(grants))
+        return grants
+
+    def contains(self, keys: Uint8Array) -> npt.NDArray[np.bool_]:
+        found = np.empty(len(keys), dtype=np.bool_)
+        lib.kvdev_index_contains(self._handle, _keys(keys), len(keys), _pointer(found, "uint8_t *"))
+        return found
+
+    def longest_prefix(self, keys: Uint8Array) -> int:
+        return int(lib.kvdev_index_prefix(self._handle, _keys(keys), len(keys)))
+
+    def reserve(self, count: int, length: int) -> GrantArray | None:
+        """Grants to write ``count`` free slots; None, and nothing taken, when there are fewer."""
+        grants = np.empty(count, dtype=GRANT_DTYPE)
+        code = lib.kvdev_index_reserve(self._handle, count, length, _grants(grants))
+        return grants if code == 0 else None
+
+    def commit(
+        self, keys: Uint8Array, grants: GrantArray, crc32c: Uint32Array, outcome: Uint8Array
+    ) -> npt.NDArray[np.bool_]:
+        """Make entries of the grants that were written, free the others; fills in the grants' checksums."""
+        done = np.empty(len(keys), dtype=np.bool_)
+        code = lib.kvdev_index_commit(
+            self._handle,
+            _keys(keys),
+            _grants(grants),
+            _pointer(crc32c, "uint32_t *"),
+            _keys(outcome),
+            len(keys),
+            _pointer(done, "uint8_t *"),
+        )
+        self._check_room(code)
+        return done
+
+    def remove(self, keys: Uint8Array) -> npt.NDArray[np.bool_]:
+        done = np.empty(len(keys), dtype=np.bool_)
+        self._check_room(
+            lib.kvdev_index_remove(self._handle, _keys(keys), len(keys), _pointer(done, "uint8_t *"))
+        )
+        return done
+
+    def withdraw(self, grants: GrantArray) -> npt.NDArray[np.bool_]:
+        """Remove the entries that are still those of the grants."""
+        done = np.empty(len(grants), dtype=np.bool_)
+        self._check_room(
+            lib.kvdev_index_withdraw(self._handle, _grants(grants), len(grants), _pointer(done, "uint8_t *"))
+        )
+        return done
+
+    def confirm(self, grants: GrantArray) -> npt.NDArray[np.bool_]:
+        """Where the grant's entry is still the one it was given for."""
+        valid = np.empty(len(grants), dtype=np.bool_)
+        lib.kvdev_index_confirm(self._handle, _grants(grants), len(grants), _pointer(valid, "uint8_t *"))
+        return valid
+
+    def evict(self, count: int) -> int:
+        """Remove up to ``count`` entries, the least recently used first; returns how many."""
+        evicted = ffi.new("uint32_t *")
+        self._check_room(lib.kvdev_index_evict(self._handle, count, evicted))
+        return int(evicted[0])
+
+    def verify(self, keys: Uint8Array, grants: GrantArray, crc32c: Uint32Array) -> npt.NDArray[np.bool_]:
+        """Where key, generation, length and CRC of the bytes match the grant's checksum."""
+        valid = np.empty(len(keys), dtype=np.bool_)
+        lib.kvdev_index_verify(
+            self._handle,
+            _keys(keys),
+            _grants(grants),
+            _pointer(crc32c, "uint32_t *"),
+            len(keys),
+            _pointer(valid, "uint8_t *"),
+        )
+        return valid
+
+    def collect(self) -> EntryArray:
+        """The records due, in order; in flight until ``settle`` or ``fail``."""
+        records = np.empty(self.pending_limit, dtype=ENTRY_DTYPE)
+        count = lib.kvdev_index_collect(
+            self._handle, _pointer(records, "struct kvdev_entry *"), self.pending_limit
+        )
+        return records[:count]
+
+    def settle(self, records: EntryArray) -> None:
+        """The records are durable: slots they freed may be written again."""
+        lib.kvdev_index_settle(self._handle, _pointer(records, "struct kvdev_entry *"), len(records))
+
+    def fail(self, records: EntryArray) -> int:
+        """The records' fate is unknown: withdraw what they stored; returns how many entries that were."""
+        return int(
+            lib.kvdev_index_fail(self._handle, _pointer(records, "struct kvdev_entry *"), len(records))
+        )
+
+    def drop_pending(self) -> int:
+        """Withdraw the entries whose record is due: their data may be lost; returns how many."""
+        return int(lib.kvdev_index_drop_pending(self._handle))
+
+    def dirty_blocks(self) -> Uint32Array:
+        """Table blocks that differ from media, ascending."""
+        blocks = np.empty(self.table.block_count, dtype=np.uint32)
+        count = lib.kvdev_index_dirty_blocks(self._handle, _pointer(blocks, "uint32_t *"), len(blocks))
+        dirty: Uint32Array = blocks[:count].copy()
+        return dirty
+
+    def seal(self, blocks: Uint32Array, *, sequence: int, epoch: int) -> None:
+        """Write the headers of table blocks: they include everything up to ``sequence``."""
+        lib.kvdev_index_seal(self._handle, _pointer(blocks, "uint32_t *"), len(blocks), sequence, epoch)
+
+    def clear_dirty(self, blocks: Uint32Array) -> None:
+        lib.kvdev_index_clear_dirty(self._handle, _pointer(blocks, "uint32_t *"), len(blocks))
+
+    def _check_room(self, code: int) -> None:
+        if code == -errno.ENOBUFS:
+            raise PendingFullError(f"page index: more than {self.pending_limit} records are due")
+        assert code == 0, "the index fails for nothing else"
+
+
+def find_duplicate(keys: Uint8Array) -> int | None:
+    """Position of the first key that repeats an earlier one of the batch."""
+    scratch = np.empty(max(4 * len(keys), 1), dtype=np.uint32)
+    place = int(lib.kvdev_index_find_duplicate(_keys(keys), len(keys), _pointer(scratch, "uint32_t *")))
+    return None if place == len(keys) else place
+
+
+def copy_many(to: Uint64Array, source: Uint64Array, size_bytes: int) -> None:
+    """Copy ``size_bytes`` between each pair of addresses; the caller keeps both sides alive."""
+    if len(to) != len(source):
+        raise UsageError(f"copy: expected as many sources as destinations, got {len(source)} and {len(to)}")
+    lib.kvdev_copy_many(_pointer(to, "uint64_t *"), _pointer(source, "uint64_t *"), size_bytes, len(to))
+
+
+def crc32c_many(addresses: Uint64Array, size_bytes: int) -> Uint32Array:
+    """CRC32C of the bytes at each address."""
+    out = np.empty(len(addresses), dtype=np.uint32)
+    lib.kvdev_crc32c_many(
+        _pointer(addresses, "uint64_t *"), size_bytes, len(addresses), _pointer(out, "uint32_t *")
+    )
+    return out

@@ -1,0 +1,183 @@
+"""The journal of one KV namespace: a ring of blocks, each a run of records in gapless sequence.
+
+Not here: when a record may be written (``namespace``); the records themselves (csrc/index.h).
+Spec: docs/on-disk-format.md, Journal.
+Trust: ``replay`` reads untrusted blocks; a block that is not the next one ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdev.block.device import aligned_buffer
+from kvdev.clock import Deadline
+from kvdev.errors import CorruptionError
+from kvdev.native.index import (
+    ENTRY_DTYPE,
+    MEDIA_HEADER_DTYPE,
+    EntryArray,
+    entries_per_block,
+    media_error,
+    seal,
+)
+from kvdev.native.io import OPCODE_WRITE
+from kvdev.store.media import FORMAT_VERSION, HEADER_SIZE_BYTES, MAGIC_JOURNAL
+from kvdev.store.superblock import Record
+from kvdev.store.volume_io import MemberMask, VolumeIo
+
+
+@dataclass
+class ReplayReport:
+    """What a replay found."""
+
+    record_count: int = 0
+    block_count: int = 0
+
+
+class Journal:
+    """Where the next block goes, what sequence it has, and where the tail is.
+
+    Positions run from 0 to ``block_count`` − 1 and wrap. The blocks from tail to head hold what the table
+    on media may not include; one block always stays unused, so that head equal to tail means empty.
+    """
+
+    def __init__(self, io: VolumeIo, record: Record) -> None:
+        """A journal that is empty at the record's tail; ``replay`` moves the head."""
+        self._io = io
+        self._slba = record.journal_slba
+        self._uuid = record.namespace_uuid
+        self.block_count = record.journal_block_count
+        self.records_per_block = entries_per_block(io.block_size_bytes)
+        self.head_position = self.tail_position = record.tail_position
+        self.next_sequence = self.tail_sequence = record.tail_sequence
+        self.durable_sequence = record.tail_sequence - 1
+        self.is_uncertain = False
+
+    @property
+    def used_blocks(self) -> int:
+        return (self.head_position - self.tail_position) % self.block_count
+
+    @property
+    def room_blocks(self) -> int:
+        return self.block_count - 1 - self.used_blocks
+
+    def blocks_for(self, record_count: int) -> int:
+        return -(-record_count // self.records_per_block)
+
+    def read(self, deadline: Deadline) -> npt.NDArray[np.uint8]:
+        """The whole ring, one sequential read."""
+        return self._io.read(self._slba, self.block_count, deadline)
+
+    def replay(
+        self,
+        image: npt.NDArray[np.uint8],
+        record: Record,
+        apply: Callable[[EntryArray, int], bool],
+        *,
+        is_record_doubtful: bool,
+    ) -> ReplayReport:
+        """Apply the blocks from the tail on, as long as each is the next one; the head stops behind them.
+
+        Raises CorruptionError when the ring is younger than the record: then the record is an old copy,
+        and what it calls the tail has been overwritten.
+        """
+        report = ReplayReport()
+        previous_epoch = 0
+        for _ in range(self.block_count - 1):
+            position = self.head_position
+            block = image[position * self._io.block_size_bytes :][: self._io.block_size_bytes]
+            reason = media_error(block, int.from_bytes(MAGIC_JOURNAL, "little"), self._uuid)
+            if reason is not None:
+                break
+            header = block[:HEADER_SIZE_BYTES].view(MEDIA_HEADER_DTYPE)[0]
+            sequence, epoch, count = int(header["sequence"]), int(header["epoch"]), int(header["count"])
+            if epoch > record.epoch or (is_record_doubtful and sequence > self.next_sequence):
+                raise CorruptionError(
+                    f"journal position {position} at LBA {self._slba + position}: epoch {epoch}, sequence "
+                    f"{sequence} are younger than the record's epoch {record.epoch}, tail "
+                    f"{record.tail_sequence}: the record's newer copy is lost"
+                )
+            if (
+                int(header["index"]) != position
+                or sequence != self.next_sequence
+                or epoch < previous_epoch
+                or (epoch < record.epoch) != (sequence < record.epoch_first_sequence)
+                or not 1 <= count <= self.records_per_block
+            ):
+                break
+            end = HEADER_SIZE_BYTES + count * ENTRY_DTYPE.itemsize
+            if not apply(block[HEADER_SIZE_BYTES:end].view(ENTRY_DTYPE), sequence):
+                break
+            report.record_count += count
+            report.block_count += 1
+            previous_epoch = epoch
+            self._advance(1, count)
+        return report
+
+    def _advance(self, block_count: int, record_count: int) -> None:
+        self.head_position = (self.head_position + block_count) % self.block_count
+        self.next_sequence += record_count
+
+    def append(self, records: EntryArray, *, epoch: int, deadline: Deadline) -> MemberMask:
+        """Write the records to the next blocks; returns the members to flush before they are durable.
+
+        The head moves in any case: after a failure the blocks hold nobody knows what, and
+        ``is_uncertain`` is set until ``restart``.
+        """
+        count = self.blocks_for(len(records))
+        assert count <= self.room_blocks, "a commit never finds the journal full"
+        blocks = self._build(records, epoch)
+        position = self.head_position
+        self._advance(count, len(records))
+        self.is_uncertain = True
+        before_wrap = min(count, self.block_count - position)
+        block_bytes = self._io.block_size_bytes
+        members = self._io.transfer(
+            OPCODE_WRITE, self._slba + position, blocks[: before_wrap * block_bytes], deadline
+        )
+        if before_wrap < count:
+            rest = blocks[before_wrap * block_bytes :]
+            members = members | self._io.transfer(OPCODE_WRITE, self._slba, rest, deadline)
+        return members
+
+    def confirm(self) -> None:
+        """What was appended is durable."""
+        self.is_uncertain = False
+        self.durable_sequence = self.next_sequence - 1
+
+    def restart(self, tail_position: int, tail_sequence: int) -> None:
+        """The table on media includes everything before this tail, and a durable record says so."""
+        self.tail_position = tail_position
+        self.tail_sequence = tail_sequence
+        self.durable_sequence = max(self.durable_sequence, tail_sequence - 1)
+        if tail_position == self.head_position:
+            self.is_uncertain = False
+
+    def _build(self, records: EntryArray, epoch: int) -> npt.NDArray[np.uint8]:
+        count = self.blocks_for(len(records))
+        block_bytes = self._io.block_size_bytes
+        raw = aligned_buffer(count * block_bytes)
+        blocks = raw.reshape(count, block_bytes)
+        room = self.records_per_block * ENTRY_DTYPE.itemsize
+        padded = np.zeros(count * self.records_per_block, dtype=ENTRY_DTYPE)
+        padded[: len(records)] = records
+        blocks[:, HEADER_SIZE_BYTES : HEADER_SIZE_BYTES + room] = padded.view(np.uint8).reshape(count, room)
+        headers = np.zeros(count, dtype=MEDIA_HEADER_DTYPE)
+        step = np.arange(count, dtype=np.uint64)
+        headers["magic"] = int.from_bytes(MAGIC_JOURNAL, "little")
+        headers["version"] = FORMAT_VERSION
+        headers["count"] = self.records_per_block
+        headers["count"][-1] = len(records) - (count - 1) * self.records_per_block
+        headers["size_bytes"] = block_bytes
+        headers["index"] = (np.uint64(self.head_position) + step) % np.uint64(self.block_count)
+        headers["uuid"] = np.frombuffer(self._uuid, dtype=np.uint8)
+        headers["sequence"] = np.uint64(self.next_sequence) + step * np.uint64(self.records_per_block)
+        headers["epoch"] = epoch
+        headers["durable_sequence"] = self.durable_sequence
+        blocks[:, :HEADER_SIZE_BYTES] = headers.view(np.uint8).reshape(count, HEADER_SIZE_BYTES)
+        seal(raw, block_bytes)
+        return raw

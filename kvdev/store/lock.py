@@ -1,0 +1,125 @@
+"""Locks of one host: who owns a KV namespace, who changes a volume.
+
+An open-file-description lock on a file in a per-user folder, named after the UUID and holding the
+owner's pid; on file members a lock on the file itself too, so that another user is excluded as well.
+Not here: fencing of other hosts.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvdev.block.device import BlockDevice
+from kvdev.block.file import FileDevice
+from kvdev.errors import UsageError
+
+_FLOCK = struct.Struct("hhqqi4x")
+MEMBER_LOCK_OFFSET = 1 << 62
+"""Locks on a member file lie far past its end, so that they meet nobody's lock on its bytes."""
+
+
+class LockHeldError(UsageError):
+    """Another process owns it; ``pid`` is 0 when it cannot be told."""
+
+    def __init__(self, message: str, *, pid: int) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+def runtime_folder() -> Path:
+    """The per-user folder of lock files; made with mode 0700, refused when somebody else owns it."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    user_id = os.getuid()
+    folder = Path(base) / "kvdev" if base else Path("/tmp") / f"kvdev-{user_id}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as failure:
+        raise UsageError(f"lock folder {folder}: {os.strerror(failure.errno or 0)}") from failure
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != user_id:
+        raise UsageError(f"lock folder {folder}: expected a folder of user {user_id}; set XDG_RUNTIME_DIR")
+    return folder
+
+
+class OwnerLock:
+    """Holds the locks of one thing from construction until ``release``."""
+
+    def __init__(self, what: str, key: str, *, members: Sequence[BlockDevice] = (), byte: int = 0) -> None:
+        """Take them, or raise LockHeldError naming the holder.
+
+        Args:
+            what: how messages call the thing.
+            key: its UUID, names the lock file.
+            byte: which of a member file's lock bytes stands for it.
+        """
+        self._fds: list[int] = []
+        self._member_locks: list[tuple[int, int]] = []
+        path = runtime_folder() / f"{key}.lock"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if not _try_lock(fd, fcntl.F_WRLCK, 0):
+                text = os.read(fd, 32).decode(errors="replace").strip()
+                pid = int(text) if text.isdigit() else 0
+                raise LockHeldError(f"{what}: is owned by process {pid or 'unknown'} of this host", pid=pid)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            self._fds.append(fd)
+            for member in members:
+                if isinstance(member, FileDevice):
+                    self._lock_member(what, member, MEMBER_LOCK_OFFSET + byte)
+        except BaseException:
+            if fd not in self._fds:
+                os.close(fd)
+            self.release()
+            raise
+
+    def _lock_member(self, what: str, member: FileDevice, offset: int) -> None:
+        kind = fcntl.F_RDLCK if member.is_read_only else fcntl.F_WRLCK
+        if not _try_lock(member.fd, kind, offset):
+            raise LockHeldError(f"{what}: {member.uri} is locked by another process of this host", pid=0)
+        self._member_locks.append((member.fd, offset))
+
+    def release(self) -> None:
+        """Give the locks back; twice does nothing."""
+        for fd, offset in self._member_locks:
+            _try_lock(fd, fcntl.F_UNLCK, offset)
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._member_locks.clear()
+
+
+def _try_lock(fd: int, kind: int, offset: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
+    except OSError as refusal:
+        if refusal.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        if refusal.errno == errno.EBADF and kind == fcntl.F_UNLCK:
+            return True  # the device was closed first, which released the lock
+        raise
+    return True
+
+
+def boot_id() -> bytes:
+    """16 bytes that change with every boot of this host; zero when the kernel does not tell."""
+    try:
+        return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # proc(5): field 22; the command in field 2 may hold blanks and parentheses.
+    return int(text.rpartition(")")[2].split()[19])

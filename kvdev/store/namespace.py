@@ -1,0 +1,528 @@
+"""A KV namespace and its owner: the page table in memory, and the order in which media follow it.
+
+The order of a commit: data; flush of every member with data; journal records; flush of their members.
+Only then are slots that the records freed handed out again. When the journal is half full the table's
+changed blocks are written and flushed, then the record moves the tail.
+Not here: page I/O (``page_io``); batches of pages with their checks (``page_store``).
+Threads: any; one lock per namespace, held during I/O.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdev.clock import Deadline
+from kvdev.errors import CapacityError, CorruptionError, KvdevError, UsageError
+from kvdev.keys import KEY_SIZE_BYTES, KeyArray
+from kvdev.native.index import (
+    OUTCOME_FAILED,
+    OUTCOME_UNKNOWN,
+    EntryArray,
+    GrantArray,
+    IndexStat,
+    PageIndex,
+    PendingFullError,
+    Table,
+    Uint8Array,
+    Uint32Array,
+)
+from kvdev.native.io import OPCODE_WRITE, address_of
+from kvdev.store.directory import Directory
+from kvdev.store.geometry_block import read_geometry
+from kvdev.store.journal import Journal
+from kvdev.store.lock import OwnerLock, boot_id, start_ticks
+from kvdev.store.page_io import PageIo
+from kvdev.store.superblock import FLAG_CLEAN, Record
+from kvdev.store.volume_io import MemberMask, VolumeIo
+
+Mode = Literal["owner", "reader"]
+
+GENERATION_EPOCH_SHIFT = 40
+"""Generations count from epoch × 2^40, so they never repeat across owners without being stored."""
+READER_ATTEMPT_COUNT = 3
+"""Times a reader loads a table that its owner changes meanwhile."""
+CLOSE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class OpenReport:
+    """What opening a namespace found."""
+
+    was_clean: bool
+    replayed_record_count: int
+    replayed_block_count: int
+    damaged_table_blocks: tuple[int, ...]
+    """Table blocks that failed their check: their pages are lost, up to one block's entries each."""
+    duplicate_count: int
+    moved_block_count: int
+
+
+@dataclass(frozen=True)
+class NamespaceStat:
+    """Counters of an open namespace."""
+
+    index: IndexStat
+    quota_pages: int
+    epoch: int
+    next_sequence: int
+    journal_used_blocks: int
+    journal_block_count: int
+    withdrawn_count: int
+    commit_count: int
+    checkpoint_count: int
+
+
+class KvNamespace:
+    """One open KV namespace; made by ``Volume.open_namespace``."""
+
+    def __init__(
+        self,
+        io: VolumeIo,
+        directory: Directory,
+        record_index: int,
+        *,
+        what: str,
+        mode: Mode,
+        lock: OwnerLock | None,
+        deadline: Deadline,
+    ) -> None:
+        """Load the table and, as owner, take a new epoch. ``lock`` is released by ``close``."""
+        self.what = what
+        self.mode: Mode = mode
+        self._io = io
+        self._directory = directory
+        self._lock = lock
+        self.mutex = threading.RLock()
+        self._is_closed = False
+        self._record_failures = 0
+        self.withdrawn_count = 0
+        self.commit_count = 0
+        self.checkpoint_count = 0
+        self.epoch = 0
+        self._load(record_index, deadline)
+        # Whoever wrote before us may have left completed writes in caches: what we read becomes durable
+        # before the first record that builds on it.
+        self._dirty_data: MemberMask = io.all_members()
+        if mode == "owner":
+            self._take_epoch(deadline)
+
+    # --- opening -----------------------------------------------------------------------------
+
+    def _load(self, record_index: int, deadline: Deadline) -> None:
+        for attempt in range(READER_ATTEMPT_COUNT):
+            try:
+                record = self._load_once(record_index, deadline)
+            except CorruptionError:
+                if self.mode == "owner" or attempt + 1 == READER_ATTEMPT_COUNT:
+                    raise
+                continue
+            if self.mode == "owner":
+                return
+            again = self._directory.read(record_index, deadline).record
+            if again is not None and (again.tail_sequence, again.epoch) == (
+                record.tail_sequence,
+                record.epoch,
+            ):
+                return
+        raise UsageError(f"{self.what}: its owner changes it faster than it can be read; try again")
+
+    def _load_once(self, record_index: int, deadline: Deadline) -> Record:
+        place = self._directory.read(record_index, deadline)
+        record = place.record
+        if record is None or not record.is_live:
+            problems = "; ".join(place.problems) or "it was deleted"
+            raise CorruptionError(f"{self.what}: no intact record: {problems}")
+        self._check_record(record)
+        self._record = record
+        self.uuid = record.namespace_uuid
+        self.name = record.name
+        self.quota_pages = record.quota_pages
+        self.page_size_bytes = record.page_size_bytes
+        self.geometry = read_geometry(self._io, record, what=self.what, deadline=deadline)
+        if self.geometry.page_size_bytes != record.page_size_bytes:
+            raise CorruptionError(
+                f"{self.what}: page size: expected {self.geometry.page_size_bytes} by its geometry, "
+                f"got {record.page_size_bytes}"
+            )
+        self.page_io = PageIo(
+            self._io,
+            data_slba=record.data_slba,
+            slot_blocks=record.slot_blocks,
+            slot_count=record.slot_count,
+            page_size_bytes=record.page_size_bytes,
+        )
+        block_bytes = self._io.block_size_bytes
+        blocks = self._io.read(
+            record.table_slba, record.table_block_count + record.spare_block_count, deadline
+        )
+        table_bytes = record.table_block_count * block_bytes
+        self._image = blocks
+        table = Table(
+            blocks[:table_bytes],
+            block_bytes=block_bytes,
+            slot_count=record.slot_count,
+            uuid=record.namespace_uuid,
+        )
+        moved_count = table.merge(blocks[table_bytes:])
+        bad_count, bad = table.check()
+        self._journal = Journal(self._io, record)
+        # Half the journal takes any commit: the other half holds what came since the last checkpoint.
+        self._pending_limit = (record.journal_block_count // 2 - 1) * self._journal.records_per_block
+        self._index = PageIndex(
+            table,
+            pending_limit=self._pending_limit,
+            next_generation=(record.epoch + 1) << GENERATION_EPOCH_SHIFT,
+        )
+        report = self._journal.replay(
+            self._journal.read(deadline), record, self._index.replay, is_record_doubtful=place.is_doubtful
+        )
+        self._index.load()
+        self.open_report = OpenReport(
+            was_clean=record.is_clean,
+            replayed_record_count=report.record_count,
+            replayed_block_count=report.block_count,
+            damaged_table_blocks=tuple(bad.tolist()) if bad_count else (),
+            duplicate_count=self._index.stat().duplicate_count,
+            moved_block_count=moved_count,
+        )
+        return record
+
+    def _check_record(self, record: Record) -> None:
+        """Bounds that reading by the record relies on; its checksum is intact, so only a bug breaks them."""
+        block = self._io.block_size_bytes
+        end = record.extent_end
+        parts = (
+            (record.table_slba, record.table_block_count + record.spare_block_count),
+            (record.journal_slba, record.journal_block_count),
+            (record.data_slba, record.slot_count * record.slot_blocks),
+        )
+        if (
+            any(slba < record.extent_slba or slba + count > end for slba, count in parts)
+            or end > self._io.device.block_count
+            or record.page_size_bytes > record.slot_blocks * block
+            or not 1 <= record.quota_pages <= record.slot_count
+            or record.journal_block_count < 4
+            or record.tail_position >= record.journal_block_count
+        ):
+            raise CorruptionError(
+                f"{self.what}: record {record.record_index}: its extents contradict each other"
+            )
+
+    def _take_epoch(self, deadline: Deadline) -> None:
+        """Become the owner on media: a higher epoch, durable before anything is written under it."""
+        self._io.flush(self._dirty_data, deadline)
+        self._dirty_data = self._io.no_members()
+        self.epoch = self._record.epoch + 1
+        included = int(self._index.table.headers()["sequence"].max())
+        if included >= self._journal.next_sequence:
+            # A journal that failed was left behind by the table: go on after what the table includes.
+            self._journal.next_sequence = included + 1
+            self._journal.is_uncertain = True
+        owner = self._owner_fields()
+        if self._journal.is_uncertain or self._journal.used_blocks > self._journal.block_count // 2:
+            self._checkpoint(deadline, **owner)
+        else:
+            self._write_record(deadline, **owner)
+
+    def _owner_fields(self) -> dict[str, object]:
+        return {
+            "epoch": self.epoch,
+            "epoch_first_sequence": self._journal.next_sequence,
+            "flags": 0,
+            "owner_boot_id": boot_id(),
+            "owner_pid": os.getpid(),
+            "owner_start_ticks": start_ticks(os.getpid()) or 0,
+        }
+
+    # --- the owner's table -------------------------------------------------------------------
+
+    @property
+    def batch_limit(self) -> int:
+        """Pages that one reserve and commit may take: their records must fit the journal's free half."""
+        return max(1, min(self._pending_limit // 4, self.quota_pages))
+
+    def lookup(self, keys: KeyArray, *, touch: bool = True) -> GrantArray:
+        """A grant to read each key's page; ``slot_index`` SLOT_NONE where it is not stored."""
+        with self.mutex:
+            self._check_open()
+            return self._index.lookup(keys, touch=touch)
+
+    def contains(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        with self.mutex:
+            self._check_open()
+            return self._index.contains(keys)
+
+    def longest_prefix(self, keys: KeyArray) -> int:
+        """How many keys from the first on are stored."""
+        with self.mutex:
+            self._check_open()
+            return self._index.longest_prefix(keys)
+
+    def verify(self, keys: KeyArray, grants: GrantArray, crc32c: Uint32Array) -> npt.NDArray[np.bool_]:
+        """Where the bytes read under a grant are those put under its key, by their CRC32C."""
+        return self._index.verify(keys, grants, crc32c)
+
+    def confirm(self, grants: GrantArray) -> npt.NDArray[np.bool_]:
+        """Where a grant's slot still holds the page it was given for; asked after a read without the lock."""
+        with self.mutex:
+            return self._index.confirm(grants)
+
+    def reserve(self, keys: KeyArray, *, deadline: Deadline) -> GrantArray:
+        """Grants to write a page for each key, evicting the least recently used at the quota.
+
+        May flush, when only slots are left whose free records are not durable. Raises CapacityError when
+        the batch exceeds ``batch_limit``, or when no slot can be had.
+        """
+        with self.mutex:
+            self._check_writable()
+            count = len(keys)
+            if count > self.batch_limit:
+                raise CapacityError(
+                    f"{self.what}: reserve: expected at most {self.batch_limit} pages at once, got {count}"
+                )
+            # At most: victims at the quota, victims for want of slots, the pages, what they replace.
+            stat = self._make_room(4 * count, deadline)
+            replaced = int(self._index.contains(keys).sum())
+            excess = stat.live_count + stat.reserved_count + count - replaced - self.quota_pages
+            if excess > 0:
+                self._index.evict(excess)
+            grants = self._index.reserve(count, self.page_size_bytes)
+            if grants is None:
+                self._commit(deadline)
+                grants = self._index.reserve(count, self.page_size_bytes)
+            if grants is None:
+                # Replaced pages keep their slots until the new ones are stored: make room for both.
+                self._index.evict(count - self._index.stat().free_count)
+                self._commit(deadline)
+                grants = self._index.reserve(count, self.page_size_bytes)
+            if grants is None:
+                stat = self._index.stat()
+                raise CapacityError(
+                    f"{self.what}: expected {count} free slots, got {stat.free_count} of {stat.slot_count}: "
+                    f"{stat.reserved_count} reserved, {stat.quarantined_count} quarantined"
+                )
+            return grants
+
+    def _make_room(self, count: int, deadline: Deadline) -> IndexStat:
+        stat = self._index.stat()
+        if stat.pending_count + count > stat.pending_limit:
+            self._commit(deadline)
+            stat = self._index.stat()
+        return stat
+
+    def commit(
+        self,
+        keys: KeyArray,
+        grants: GrantArray,
+        crc32c: Uint32Array,
+        *,
+        outcome: Uint8Array | None = None,
+        members: MemberMask | None = None,
+        deadline: Deadline,
+    ) -> npt.NDArray[np.bool_]:
+        """Make written grants readable, and give the others back: failed ones at once, those of unknown
+        fate never. Durable with the next ``flush``.
+
+        Args:
+            outcome: per grant OUTCOME_WRITTEN, OUTCOME_FAILED or OUTCOME_UNKNOWN; all written if None.
+            members: which members the data went to; all if None.
+        """
+        with self.mutex:
+            self._check_writable()
+            self._dirty_data |= self._io.all_members() if members is None else members
+            if outcome is None:
+                outcome = np.zeros(len(keys), dtype=np.uint8)
+            try:
+                return self._index.commit(keys, grants, crc32c, outcome)
+            except PendingFullError:
+                self._commit(deadline)
+                return self._index.commit(keys, grants, crc32c, outcome)
+
+    def release(self, grants: GrantArray, *, is_fate_unknown: bool = False, deadline: Deadline) -> None:
+        """Give reserved grants back unwritten, or quarantined when a write may still be under way."""
+        value = OUTCOME_UNKNOWN if is_fate_unknown else OUTCOME_FAILED
+        self.commit(
+            np.zeros((len(grants), KEY_SIZE_BYTES), dtype=np.uint8),
+            grants,
+            np.zeros(len(grants), dtype=np.uint32),
+            outcome=np.full(len(grants), value, dtype=np.uint8),
+            members=self._io.no_members(),
+            deadline=deadline,
+        )
+
+    def delete(self, keys: KeyArray, *, deadline: Deadline) -> npt.NDArray[np.bool_]:
+        """Remove pages; True where there was one. Until the next ``flush`` a crash may bring them back."""
+        with self.mutex:
+            self._check_writable()
+            done = np.zeros(len(keys), dtype=np.bool_)
+            for start in range(0, len(keys), self._pending_limit):
+                part = slice(start, start + self._pending_limit)
+                self._make_room(len(keys[part]), deadline)
+                done[part] = self._index.remove(keys[part])
+            return done
+
+    def withdraw(self, grants: GrantArray, *, deadline: Deadline) -> int:
+        """Remove pages that proved to be bad, unless they were replaced meanwhile; returns how many."""
+        with self.mutex:
+            if self.mode == "reader":
+                return 0
+            count = 0
+            for start in range(0, len(grants), self._pending_limit):
+                part = np.ascontiguousarray(grants[start : start + self._pending_limit])
+                self._make_room(len(part), deadline)
+                count += int(self._index.withdraw(part).sum())
+            self.withdrawn_count += count
+            return count
+
+    def flush(self, *, deadline: Deadline) -> None:
+        """Make everything committed and deleted so far durable.
+
+        When a flush fails nothing since the last success is durable: what it covered is withdrawn, and
+        the error raised.
+        """
+        with self.mutex:
+            self._check_writable()
+            self._commit(deadline)
+
+    # --- the order of writes -----------------------------------------------------------------
+
+    def _commit(self, deadline: Deadline) -> None:
+        if self._index.stat().pending_count == 0:
+            return
+        try:
+            self._io.flush(self._dirty_data, deadline)
+        except KvdevError:
+            self.withdrawn_count += self._index.drop_pending()
+            raise
+        self._dirty_data = self._io.no_members()
+        records = self._index.collect()
+        if not len(records):
+            return
+        try:
+            if (
+                self._journal.is_uncertain
+                or self._journal.blocks_for(len(records)) > self._journal.room_blocks
+            ):
+                self._commit_past_journal(records, deadline)
+            else:
+                members = self._journal.append(records, epoch=self.epoch, deadline=deadline)
+                self._io.flush(members, deadline)
+                self._journal.confirm()
+        except KvdevError:
+            self.withdrawn_count += self._index.fail(records)
+            raise
+        self._index.settle(records)
+        self.commit_count += 1
+        if self._journal.used_blocks > self._journal.block_count // 2:
+            self._checkpoint(deadline)
+
+    def _commit_past_journal(self, records: EntryArray, deadline: Deadline) -> None:
+        """After a journal write of unknown fate: its blocks are left alone, the table takes the records.
+
+        The sequence moves past theirs, so that nothing the lost blocks hold is ever replayed over it.
+        """
+        self._journal.next_sequence += len(records)
+        self._checkpoint(deadline)
+
+    def _checkpoint(self, deadline: Deadline, **fields: object) -> None:
+        """Write the table's changed blocks, flush, then move the journal's tail in the record."""
+        blocks = self._index.dirty_blocks()
+        epoch = int(str(fields.get("epoch", self.epoch)))
+        if len(blocks):
+            self._index.seal(blocks, sequence=self._journal.next_sequence - 1, epoch=epoch)
+            self._io.flush(self._write_table(blocks, deadline), deadline)
+        head, sequence = self._journal.head_position, self._journal.next_sequence
+        self._write_record(deadline, tail_position=head, tail_sequence=sequence, **fields)
+        self._index.clear_dirty(blocks)
+        self._journal.restart(head, sequence)
+        self.checkpoint_count += 1
+
+    def _write_table(self, blocks: Uint32Array, deadline: Deadline) -> MemberMask:
+        """Write table blocks from where they stand, neighbours together."""
+        starts = np.flatnonzero(np.diff(blocks.astype(np.int64), prepend=-2) != 1)
+        first = blocks[starts].astype(np.uint64)
+        counts = np.diff(starts, append=len(blocks)).astype(np.uint64)
+        block_bytes = np.uint64(self._io.block_size_bytes)
+        result = self._io.run(
+            OPCODE_WRITE,
+            np.uint64(self._record.table_slba) + first,
+            counts,
+            np.uint64(address_of(self._index.table.image)) + first * block_bytes,
+            deadline=deadline,
+        )
+        failure = result.first_error(self._io.device.uri)
+        if failure is not None:
+            raise failure
+        return result.members
+
+    def _write_record(self, deadline: Deadline, **fields: object) -> None:
+        # After a failure the same copy is written again: the other one is the last that is known good.
+        sequence = self._record.sequence + 1 + 2 * self._record_failures
+        record = replace(self._record, sequence=sequence, **fields)  # type: ignore[arg-type]
+        try:
+            self._io.flush(self._directory.write(record, deadline), deadline)
+        except KvdevError:
+            self._record_failures += 1
+            raise
+        self._record = record
+        self._record_failures = 0
+
+    # --- end ---------------------------------------------------------------------------------
+
+    def stat(self) -> NamespaceStat:
+        with self.mutex:
+            return NamespaceStat(
+                index=self._index.stat(),
+                quota_pages=self.quota_pages,
+                epoch=self.epoch,
+                next_sequence=self._journal.next_sequence,
+                journal_used_blocks=self._journal.used_blocks,
+                journal_block_count=self._journal.block_count,
+                withdrawn_count=self.withdrawn_count,
+                commit_count=self.commit_count,
+                checkpoint_count=self.checkpoint_count,
+            )
+
+    def entries(self) -> EntryArray:
+        """The live pages' entries, by slot."""
+        with self.mutex:
+            entries = self._index.table.entries()
+            live: EntryArray = entries[entries["state"] == 1]
+            return live
+
+    def close(self, *, deadline: Deadline | None = None) -> None:
+        """Flush, write the table, mark the record clean, and give the locks back; twice does nothing.
+
+        The locks are given back even when the flush fails; the error is raised then.
+        """
+        with self.mutex:
+            if self._is_closed:
+                return
+            deadline = deadline or Deadline.after(CLOSE_TIMEOUT_S)
+            try:
+                if self.mode == "owner":
+                    self._commit(deadline)
+                    self._checkpoint(deadline, flags=FLAG_CLEAN)
+            finally:
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Give the locks back and write nothing, as a crash would leave it."""
+        self._is_closed = True
+        if self._lock is not None:
+            self._lock.release()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"{self.what}: is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self.mode != "owner":
+            raise UsageError(f"{self.what}: is open as reader; open it as owner to change it")

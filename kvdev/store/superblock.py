@@ -1,0 +1,212 @@
+"""Superblock and KV namespace records: what a volume holds and where.
+
+Spec: docs/on-disk-format.md, Superblock and KV namespace record.
+Trust: the ``parse_`` functions take untrusted bytes; raise only CorruptionError.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from kvdev.store.media import (
+    MAGIC_RECORD,
+    MAGIC_SUPERBLOCK,
+    NAME_BYTES,
+    STRUCTURE_BYTES,
+    MediaHeader,
+    build_structure,
+    pack_name,
+    parse_structure,
+    unpack_name,
+)
+
+RECORD_COUNT = 64
+"""KV namespaces of a volume; the directory is two copies of as many places."""
+
+_SUPERBLOCK = struct.Struct(f"<{NAME_BYTES}sHBxIIIQQQQQQ")
+
+
+@dataclass(frozen=True)
+class Superblock:
+    """The volume itself; changes only when the volume does."""
+
+    volume_uuid: bytes
+    volume_name: str
+    sequence: int
+    member_count: int
+    block_size_bytes: int
+    strip_size_bytes: int
+    row_count: int
+    record_count: int
+    directory_slba: tuple[int, int]
+    payload_slba: int
+    payload_end: int
+    created_unix_s: int
+
+
+def build_superblock(superblock: Superblock, *, copy_index: int) -> bytes:
+    body = _SUPERBLOCK.pack(
+        pack_name(superblock.volume_name),
+        superblock.member_count,
+        1,
+        superblock.block_size_bytes,
+        superblock.strip_size_bytes,
+        superblock.record_count,
+        superblock.row_count,
+        *superblock.directory_slba,
+        superblock.payload_slba,
+        superblock.payload_end,
+        superblock.created_unix_s,
+    )
+    header = MediaHeader(
+        MAGIC_SUPERBLOCK, superblock.volume_uuid, index=copy_index, sequence=superblock.sequence
+    )
+    return build_structure(header, body, size_bytes=STRUCTURE_BYTES)
+
+
+def parse_superblock(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Superblock:
+    header, body = parse_structure(untrusted, magic=MAGIC_SUPERBLOCK, what=what, uuid=volume_uuid)
+    (
+        name,
+        member_count,
+        _state,
+        block_size,
+        strip_size,
+        record_count,
+        row_count,
+        directory_a,
+        directory_b,
+        payload_slba,
+        payload_end,
+        created,
+    ) = _SUPERBLOCK.unpack_from(body)
+    return Superblock(
+        volume_uuid=header.uuid,
+        volume_name=unpack_name(name),
+        sequence=header.sequence,
+        member_count=member_count,
+        block_size_bytes=block_size,
+        strip_size_bytes=strip_size,
+        row_count=row_count,
+        record_count=record_count,
+        directory_slba=(directory_a, directory_b),
+        payload_slba=payload_slba,
+        payload_end=payload_end,
+        created_unix_s=created,
+    )
+
+
+RECORD_FREE = 0
+RECORD_LIVE = 1
+FLAG_CLEAN = 0x01
+
+_RECORD = struct.Struct(f"<{NAME_BYTES}s16s32sBBBB4xQIII4xQIIQIIQIIQQQQQ16sI4xQQ")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One KV namespace: its extent, its state, and how far its table includes its journal."""
+
+    volume_uuid: bytes
+    record_index: int
+    sequence: int
+    epoch: int
+    name: str
+    namespace_uuid: bytes
+    geometry_fingerprint: bytes
+    state: int
+    flags: int
+    page_size_bytes: int
+    slot_blocks: int
+    slot_count: int
+    quota_pages: int
+    geometry_slba: int
+    geometry_size_bytes: int
+    geometry_crc32c: int
+    table_slba: int
+    table_block_count: int
+    spare_block_count: int
+    journal_slba: int
+    journal_block_count: int
+    tail_position: int
+    tail_sequence: int
+    epoch_first_sequence: int
+    data_slba: int
+    extent_slba: int
+    extent_block_count: int
+    owner_boot_id: bytes
+    owner_pid: int
+    owner_start_ticks: int
+    created_unix_s: int
+
+    @property
+    def is_live(self) -> bool:
+        return self.state == RECORD_LIVE
+
+    @property
+    def is_clean(self) -> bool:
+        return bool(self.flags & FLAG_CLEAN)
+
+    @property
+    def extent_end(self) -> int:
+        return self.extent_slba + self.extent_block_count
+
+
+def build_record(record: Record) -> bytes:
+    body = _RECORD.pack(
+        pack_name(record.name),
+        record.namespace_uuid,
+        record.geometry_fingerprint,
+        record.state,
+        0,
+        0,
+        record.flags,
+        record.page_size_bytes,
+        record.slot_blocks,
+        record.slot_count,
+        record.quota_pages,
+        record.geometry_slba,
+        record.geometry_size_bytes,
+        record.geometry_crc32c,
+        record.table_slba,
+        record.table_block_count,
+        record.spare_block_count,
+        record.journal_slba,
+        record.journal_block_count,
+        record.tail_position,
+        record.tail_sequence,
+        record.epoch_first_sequence,
+        record.data_slba,
+        record.extent_slba,
+        record.extent_block_count,
+        record.owner_boot_id,
+        record.owner_pid,
+        record.owner_start_ticks,
+        record.created_unix_s,
+    )
+    header = MediaHeader(
+        MAGIC_RECORD,
+        record.volume_uuid,
+        index=record.record_index,
+        sequence=record.sequence,
+        epoch=record.epoch,
+    )
+    return build_structure(header, body, size_bytes=STRUCTURE_BYTES)
+
+
+def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
+    header, body = parse_structure(untrusted, magic=MAGIC_RECORD, what=what, uuid=volume_uuid)
+    name, namespace_uuid, fingerprint, state, _policy, _priority, flags, *rest = _RECORD.unpack_from(body)
+    return Record(
+        header.uuid,
+        header.index,
+        header.sequence,
+        header.epoch,
+        unpack_name(name),
+        namespace_uuid,
+        fingerprint,
+        state,
+        flags,
+        *rest,
+    )

@@ -1,0 +1,200 @@
+"""Batches of extents on a volume: cut at strips, spread over the members, flushed where written.
+
+Not here: what the extents hold (``namespace``, ``page_io``); the mapping itself (``kvdev.block.stripe``).
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdev.block.device import BlockDevice, aligned_buffer, error_of, flush, run_batch
+from kvdev.block.stripe import StripeDevice, split_extents
+from kvdev.clock import Deadline
+from kvdev.errors import KvdevError
+from kvdev.native.io import (
+    GROUP_CRC32C,
+    IO_DTYPE,
+    IO_GROUP_DTYPE,
+    OPCODE_READ,
+    OPCODE_WRITE,
+    IoGroupArray,
+    address_of,
+)
+from kvdev.units import MIB
+
+MemberMask = npt.NDArray[np.bool_]
+Uint64Array = npt.NDArray[np.uint64]
+
+UNKNOWN_FATE_ERRORS = np.array(
+    [-errno.ENOTCONN, -errno.ECONNRESET, -errno.EPIPE, -errno.ETIMEDOUT, -errno.ECANCELED], dtype=np.int32
+)
+"""A write that failed like this may still reach the medium, now or later."""
+
+SEQUENTIAL_PIECE_BYTES = MIB
+"""Long runs are read and written in extents of this size: bounds one group, keeps every member busy."""
+
+
+@dataclass(frozen=True)
+class ExtentResult:
+    """What became of each extent of a batch."""
+
+    groups: IoGroupArray
+    members: MemberMask
+    """Members that the batch touched."""
+    opcode: int
+    slba: Uint64Array
+
+    @property
+    def error(self) -> npt.NDArray[np.int32]:
+        """−errno per extent, 0 for success."""
+        result: npt.NDArray[np.int32] = self.groups["error"]
+        return result
+
+    @property
+    def has_unknown_fate(self) -> npt.NDArray[np.bool_]:
+        return np.isin(self.groups["error"], UNKNOWN_FATE_ERRORS)
+
+    def first_error(self, uri: str) -> KvdevError | None:
+        """The exception that the first failed extent means."""
+        failed = np.flatnonzero(self.groups["error"])
+        if not len(failed):
+            return None
+        group = self.groups[failed[0]]
+        return error_of(
+            error=int(group["error"]),
+            status=int(group["status"]),
+            opcode=self.opcode,
+            slba=int(self.slba[failed[0]]),
+            uri=uri,
+        )
+
+
+class VolumeIo:
+    """Reads and writes extents of a volume's blocks; keeps no state besides the devices."""
+
+    def __init__(self, device: BlockDevice, *, strip_size_bytes: int) -> None:
+        """``device`` is a StripeDevice over the members, or one RAID0 device that hides them."""
+        self.device = device
+        self.block_size_bytes = device.block_size_bytes
+        self._stripe = device if isinstance(device, StripeDevice) else None
+        if self._stripe is not None:
+            self.member_count = len(self._stripe.members)
+            self.unit_blocks = self._stripe.unit_blocks
+            self._direct_queue = self._stripe.common_queue
+        else:
+            self.member_count = 1
+            limit = min(strip_size_bytes, device.max_transfer_bytes) // device.block_size_bytes
+            self.unit_blocks = 1 << (limit.bit_length() - 1)
+            self._direct_queue = None
+
+    def no_members(self) -> MemberMask:
+        return np.zeros(self.member_count, dtype=np.bool_)
+
+    def all_members(self) -> MemberMask:
+        return np.ones(self.member_count, dtype=np.bool_)
+
+    def run(
+        self,
+        opcode: int,
+        slba: Uint64Array,
+        block_count: Uint64Array,
+        address: Uint64Array,
+        *,
+        deadline: Deadline,
+        crc_bytes: int = 0,
+    ) -> ExtentResult:
+        """Move extents to or from memory; returns when all have completed, failed ones included.
+
+        With ``crc_bytes`` the core computes each extent's CRC32C over that many bytes at its address.
+        """
+        extent_index, piece_slba, piece_blocks, counts = split_extents(slba, block_count, self.unit_blocks)
+        groups = np.zeros(len(slba), dtype=IO_GROUP_DTYPE)
+        groups["remaining"] = counts
+        if crc_bytes:
+            groups["buf_addr"] = address
+            groups["byte_count"] = crc_bytes
+            groups["flags"] = GROUP_CRC32C
+        ios = np.zeros(len(extent_index), dtype=IO_DTYPE)
+        ios["opcode"] = opcode
+        offset = (piece_slba - slba[extent_index]) * np.uint64(self.block_size_bytes)
+        ios["buf_addr"] = address[extent_index] + offset
+        ios["group_addr"] = np.uint64(address_of(groups)) + extent_index.astype(np.uint64) * np.uint64(
+            IO_GROUP_DTYPE.itemsize
+        )
+        if self._stripe is not None and self._direct_queue is not None:
+            # Pieces lie within one strip already: they go to the members' queue without a second mapping.
+            members = self._touched(self._stripe.locate(ios, piece_slba, piece_blocks))
+            queue = self._direct_queue
+        else:
+            ios["slba"] = piece_slba
+            ios["lba_count"] = piece_blocks
+            ios["byte_count"] = piece_blocks * np.uint64(self.block_size_bytes)
+            ios["device_index"] = self.device.device_index
+            queue = self.device.queue
+            members = self._touched(self._member_of(piece_slba))
+        done = run_batch(queue, ios, deadline)
+        for piece in np.flatnonzero(done["error"]):
+            # Also what was never submitted: the core has not seen those, so their groups know nothing.
+            group = groups[extent_index[piece]]
+            if not group["error"]:
+                group["error"] = done["error"][piece]
+                group["status"] = done["status"][piece]
+        return ExtentResult(groups, members, opcode, slba)
+
+    def _member_of(self, slba: Uint64Array) -> npt.NDArray[np.int64]:
+        if self._stripe is None:
+            return np.zeros(len(slba), dtype=np.int64)
+        strip = slba // np.uint64(self._stripe.strip_blocks)
+        member: npt.NDArray[np.int64] = (strip % np.uint64(self.member_count)).astype(np.int64)
+        return member
+
+    def _touched(self, member_index: npt.NDArray[np.int64]) -> MemberMask:
+        mask = self.no_members()
+        mask[member_index] = True
+        return mask
+
+    def transfer(
+        self, opcode: int, slba: int, buffer: npt.NDArray[np.uint8], deadline: Deadline
+    ) -> MemberMask:
+        """Move one run of blocks; raises the first error. Returns the members it touched."""
+        piece = SEQUENTIAL_PIECE_BYTES
+        offsets = np.arange(0, buffer.nbytes, piece, dtype=np.uint64)
+        sizes = np.minimum(np.uint64(buffer.nbytes) - offsets, np.uint64(piece))
+        block = np.uint64(self.block_size_bytes)
+        result = self.run(
+            opcode,
+            np.uint64(slba) + offsets // block,
+            sizes // block,
+            np.uint64(address_of(buffer)) + offsets,
+            deadline=deadline,
+        )
+        failure = result.first_error(self.device.uri)
+        if failure is not None:
+            raise failure
+        return result.members
+
+    def read(self, slba: int, block_count: int, deadline: Deadline) -> npt.NDArray[np.uint8]:
+        """A run of blocks in a new aligned buffer."""
+        buffer = aligned_buffer(block_count * self.block_size_bytes)
+        self.transfer(OPCODE_READ, slba, buffer, deadline)
+        return buffer
+
+    def write(self, slba: int, data: bytes | npt.NDArray[np.uint8], deadline: Deadline) -> MemberMask:
+        """A run of blocks from ``data``, zero padded to whole blocks; returns the members to flush."""
+        size_bytes = -(-len(data) // self.block_size_bytes) * self.block_size_bytes
+        buffer = aligned_buffer(size_bytes)
+        buffer[: len(data)] = np.frombuffer(data, dtype=np.uint8) if isinstance(data, bytes) else data
+        return self.transfer(OPCODE_WRITE, slba, buffer, deadline)
+
+    def flush(self, members: MemberMask, deadline: Deadline) -> None:
+        """Flush these members; every one is tried, the first failure raises."""
+        if not members.any():
+            return
+        if self._stripe is None:
+            flush(self.device, deadline)
+        else:
+            self._stripe.flush_members(np.flatnonzero(members).tolist(), deadline)
