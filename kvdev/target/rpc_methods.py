@@ -169,6 +169,10 @@ class RpcMethods:
         """The methods that can be called now."""
         return tuple(self._methods)
 
+    def fields(self) -> dict[str, Mapping[str, p.Field]]:
+        """The parameters of each method."""
+        return {name: method.fields or {} for name, method in self._methods.items()}
+
     async def call(self, name: str, untrusted: Any) -> Result:
         """Run a method with its ``params`` (None when the request has none). Raises SpdkError."""
         method = self._methods.get(name)
@@ -340,7 +344,6 @@ class RpcMethods:
                 self._bdev_get_iostat,
                 {
                     "names": optional(p.array_of(p.text)),
-                    "name": optional(p.text),
                     "per_channel": optional(p.boolean),
                     "reset_mode": optional(p.one_of(*_RESET_MODES)),
                 },
@@ -491,12 +494,10 @@ class RpcMethods:
     def _bdev_get_iostat(
         self,
         names: list[str] | None = None,
-        name: str | None = None,
         per_channel: bool = False,
         reset_mode: str = "none",
     ) -> Result:
-        wanted = names if names is not None else [name] if name is not None else None
-        bdevs = self._model.bdevs() if wanted is None else [self._model.find_bdev(each) for each in wanted]
+        bdevs = self._model.bdevs() if names is None else [self._model.find_bdev(name) for name in names]
         head = {"tick_rate": TICK_RATE_HZ, "ticks": time.monotonic_ns()}
         if per_channel and len(bdevs) != 1:
             raise m.errno_error(errno.EINVAL, "per_channel: names one bdev only")

@@ -42,6 +42,7 @@ class MemoryBackend:
         del timeout_s
         for address in list(self.listeners):
             self.stop_listener(*address)
+        self.log.append(("stop", None))
 
     def open_bdev(self, bdev: Bdev) -> int:
         if bdev.block_size_bytes * bdev.block_count > self._memory_limit_bytes:

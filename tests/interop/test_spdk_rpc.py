@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvdev.clock import Deadline
-from kvdev.target.model import DISCOVERY_NQN, TargetModel
-from kvdev.target.rpc_methods import RpcMethods
-from kvdev.target.rpc_server import RpcServer
-from kvdev.testing.target_backend import MemoryBackend
+from kvdev.target.model import DISCOVERY_NQN
+from kvdev.target.serve import EmbeddedTarget
 from spdk_rpc import Client, RpcMethodError, RpcStateError, RpcTransportError, SpdkRpc
 
 NQN = "nqn.2016-06.io.spdk:cnode1"
@@ -28,12 +26,8 @@ START_TIMEOUT_S = 60.0
 
 @contextlib.contextmanager
 def our_target(folder: Path) -> Iterator[str]:
-    server = RpcServer(str(folder / "rpc.sock"), RpcMethods(TargetModel(MemoryBackend())).call)
-    server.start()
-    try:
-        yield server.path
-    finally:
-        server.stop()
+    with EmbeddedTarget(folder / "rpc.sock") as target:
+        yield target.rpc_socket
 
 
 @contextlib.contextmanager

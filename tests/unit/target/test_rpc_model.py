@@ -335,7 +335,7 @@ def test_iostat_reports_and_resets_what_the_backend_counts(
     with refused(-95, "Operation not supported: mode"):
         run(methods, "bdev_reset_iostat", mode="maxmin")
     assert run(methods, "bdev_reset_iostat", mode="none") and backend.iostat(bdev.handle) == counted
-    assert run(methods, "bdev_get_iostat", name="A", reset_mode="all")["bdevs"][0]["bytes_read"] == 8192
+    assert run(methods, "bdev_get_iostat", names=["A"], reset_mode="all")["bdevs"][0]["bytes_read"] == 8192
     assert backend.iostat(bdev.handle) == BdevIoStat()
 
 

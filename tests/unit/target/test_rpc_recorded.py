@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from kvdev.target.model import TargetModel
+from kvdev.target.model import ServiceBackend, TargetModel
 from kvdev.target.rpc_methods import STARTUP_ONLY_METHODS, RpcMethods
 from kvdev.target.rpc_server import RpcServer
+from kvdev.target.service import TargetService
 from kvdev.testing.target_backend import MemoryBackend
 from spdk_rpc.framing import JsonSplitter, decode_value
 
@@ -127,16 +128,22 @@ SPDK_METHODS: frozenset[str] = frozenset(
 class Target:
     """A server, with the names of this run put into what was recorded."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, backend: ServiceBackend) -> None:
+        self.backend = backend
         self.folder = folder
         self.port = "0"
         for name, size_bytes in (("backing.img", 512 << 20), ("backing2.img", 256 << 20)):
             (folder / name).touch()
             # Sparse: only the size matters.
             os.truncate(folder / name, size_bytes)
-        methods = RpcMethods(TargetModel(MemoryBackend(), allow_remote=True))
+        methods = RpcMethods(TargetModel(backend, allow_remote=True))
+        backend.start()
         self.server = RpcServer(str(folder / "rpc.sock"), methods.call)
         self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.backend.stop(timeout_s=DEADLINE_S)
 
     def put_names(self, text: str) -> str:
         return text.replace("/data/backing", f"{self.folder}/backing").replace('"4420"', f'"{self.port}"')
@@ -171,15 +178,15 @@ class Target:
         return replies, True
 
 
-@pytest.fixture
-def targets(tmp_path: Path) -> Iterator[dict[str, Target]]:
+@pytest.fixture(params=[MemoryBackend, TargetService])
+def targets(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Target]]:
     folders = {name: tmp_path / name for name in ("target", "initiator", "second target")}
     for folder in folders.values():
         folder.mkdir()
-    built = {name: Target(folder) for name, folder in folders.items()}
+    built = {name: Target(folder, request.param()) for name, folder in folders.items()}
     yield built
     for target in built.values():
-        target.server.stop()
+        target.stop()
 
 
 def process_of(case: dict[str, Any]) -> str:

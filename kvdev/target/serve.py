@@ -1,0 +1,237 @@
+"""Run an embedded target: the data path, the model and the RPC server as one thing with one lifetime.
+
+``EmbeddedTarget`` is for a process that does other work too, ``serve`` for one that does only this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from kvdev.errors import DeadlineError, KvdevError, TransportError, UsageError
+from kvdev.target.model import ServiceBackend, SpdkError, TargetModel
+from kvdev.target.rpc_methods import RpcMethods
+from kvdev.target.rpc_server import RpcServer
+
+EXIT_OK = 0
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+EXIT_REFUSED = 4
+EXIT_BUG = 70
+
+CONFIG_SIZE_LIMIT_BYTES = 16 << 20
+CONFIG_CALL_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What ``kvdev target serve`` takes."""
+
+    rpc_socket: str
+    allow_remote: bool = False
+    config: str | None = None
+    ready_file: str | None = None
+    is_json: bool = False
+
+
+def make_service() -> ServiceBackend:
+    """The data path in C with its control thread."""
+    from kvdev.target.service import TargetService
+
+    return TargetService()
+
+
+class EmbeddedTarget:
+    """A running target; ``with EmbeddedTarget(...) as target`` starts and stops it."""
+
+    def __init__(
+        self,
+        rpc_socket: str | os.PathLike[str],
+        *,
+        backend: ServiceBackend | None = None,
+        allow_remote: bool = False,
+    ) -> None:
+        self.rpc_socket = os.fspath(rpc_socket)
+        self._backend = backend if backend is not None else make_service()
+        self.model = TargetModel(self._backend, allow_remote=allow_remote)
+        self._server = RpcServer(self.rpc_socket, RpcMethods(self.model).call)
+
+    def __enter__(self) -> EmbeddedTarget:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the data path, then the RPC server. Raises UsageError or ConnectError; nothing stays behind."""
+        self._backend.start()
+        try:
+            self._server.start()
+        except BaseException:
+            self._backend.stop(timeout_s=STOP_TIMEOUT_S)
+            raise
+
+    def stop(self, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Stop the RPC server, then the data path; the socket is gone afterwards."""
+        try:
+            self._server.stop(timeout_s=timeout_s / 2)
+        finally:
+            self._backend.stop(timeout_s=timeout_s / 2)
+
+    def call(self, method: str, params: Any = None, *, timeout_s: float = CONFIG_CALL_TIMEOUT_S) -> Any:
+        """Run one RPC method in this process. Raises SpdkError."""
+        return self._server.run_call(method, params, timeout_s=timeout_s)
+
+
+def read_config(path: str) -> list[tuple[str, dict[str, Any] | None]]:
+    """The calls of a configuration file: a list of calls, or what SPDK's save_config writes.
+
+    Raises UsageError naming the file and the place.
+    """
+    try:
+        size_bytes = Path(path).stat().st_size
+        if size_bytes > CONFIG_SIZE_LIMIT_BYTES:
+            raise UsageError(
+                f"config: {path}: expected at most {CONFIG_SIZE_LIMIT_BYTES} bytes, got {size_bytes}"
+            )
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"config: {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"config: {path}: no JSON: {error}") from error
+    return [_config_call(path, place, call) for place, call in _config_calls(path, document)]
+
+
+def _config_calls(path: str, document: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(document, list):
+        yield from ((f"[{index}]", call) for index, call in enumerate(document))
+        return
+    subsystems = document.get("subsystems") if isinstance(document, dict) else None
+    if not isinstance(subsystems, list):
+        raise UsageError(f'config: {path}: expected a list of calls or {{"subsystems": [...]}}')
+    for number, subsystem in enumerate(subsystems):
+        calls = subsystem.get("config") if isinstance(subsystem, dict) else subsystem
+        if calls is None:
+            continue
+        if not isinstance(calls, list):
+            raise UsageError(f"config: {path}: subsystems[{number}].config: expected a list of calls")
+        yield from ((f"subsystems[{number}].config[{index}]", call) for index, call in enumerate(calls))
+
+
+def _config_call(path: str, place: str, call: Any) -> tuple[str, dict[str, Any] | None]:
+    if not isinstance(call, dict) or not isinstance(call.get("method"), str):
+        raise UsageError(f'config: {path}: {place}: expected {{"method": ..., "params": {{...}}}}')
+    params = call.get("params")
+    if not isinstance(params, dict | None):
+        raise UsageError(f"config: {path}: {place}.params: expected an object")
+    return call["method"], params
+
+
+def serve(options: ServeOptions, *, make_backend: Callable[[], ServiceBackend] = make_service) -> int:
+    """Serve in the foreground until SIGTERM or SIGINT; returns the exit code.
+
+    Call it from the main thread. Prints one ready line, and one clear line for whatever goes wrong.
+    """
+    stopping = threading.Event()
+
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        stopping.set()
+
+    former = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return _serve_until(options, make_backend, stopping)
+    except SpdkError as error:
+        return _fail(str(error), EXIT_REFUSED)
+    except UsageError as error:
+        return _fail(str(error), EXIT_USAGE)
+    except TransportError as error:
+        return _fail(str(error), EXIT_UNREACHABLE)
+    except KvdevError as error:
+        return _fail(str(error), EXIT_REFUSED)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _serve_until(
+    options: ServeOptions, make_backend: Callable[[], ServiceBackend], stopping: threading.Event
+) -> int:
+    calls = read_config(options.config) if options.config else []
+    target = EmbeddedTarget(options.rpc_socket, backend=make_backend(), allow_remote=options.allow_remote)
+    target.start()
+    try:
+        for method, params in calls:
+            if stopping.is_set():
+                break
+            try:
+                target.call(method, params)
+            except SpdkError as error:
+                raise SpdkError(error.code, f"config: {options.config}: {method}: {error.message}") from error
+        else:
+            with _ready_file(options, target):
+                # A signal handler ends this wait; it needs no timeout.
+                stopping.wait()
+    finally:
+        _stop(target)
+    return EXIT_OK
+
+
+def _stop(target: EmbeddedTarget) -> None:
+    try:
+        target.stop()
+    except DeadlineError as error:
+        # A thread hangs and would keep the interpreter from ending.
+        _fail(f"stop: {error}", EXIT_BUG)
+        sys.stdout.flush()
+        os._exit(EXIT_BUG)
+
+
+@contextlib.contextmanager
+def _ready_file(options: ServeOptions, target: EmbeddedTarget) -> Iterator[None]:
+    """Say that the target is ready, on standard output and in the ready file while it runs."""
+    listeners = sorted({each for subsystem in target.model.subsystems() for each in subsystem.listeners})
+    ready = {
+        "rpc_socket": target.rpc_socket,
+        "pid": os.getpid(),
+        "listeners": [{"address": each.address, "port": each.port} for each in listeners],
+    }
+    if options.ready_file:
+        # Renamed into place, so that a reader never sees a part of it.
+        partial = Path(f"{options.ready_file}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(ready) + "\n", encoding="utf-8")
+            partial.replace(options.ready_file)
+        except OSError as error:
+            raise UsageError(f"ready file: {options.ready_file}: {error.strerror or error}") from error
+    line = (
+        json.dumps(ready)
+        if options.is_json
+        else f"kvdev target ready: rpc {target.rpc_socket} pid {os.getpid()}"
+    )
+    print(line, flush=True)
+    try:
+        yield
+    finally:
+        if options.ready_file:
+            Path(options.ready_file).unlink(missing_ok=True)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"kvdev target: {message}", file=sys.stderr, flush=True)
+    return code
