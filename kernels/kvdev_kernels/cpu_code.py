@@ -215,7 +215,7 @@ class _Emitter:
         target, source, size, state, prefetch = function.args
         chunk = self.tier.chunk_size_bytes
         fetch = self.extern("llvm.prefetch.p0", ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-        to_first_level = [ir.Constant(_I32, value) for value in (0, 3, 1)]
+        to_second_level = [ir.Constant(_I32, value) for value in (0, 2, 1)]
         places = (
             [self.b.add(state, self.word(chunk * j)) for j in range(ACCUMULATOR_COUNT)] if has_crc else []
         )
@@ -236,7 +236,7 @@ class _Emitter:
             return self.b.add(self.b.add(base, i), self.word(offset))
 
         for line in range(0, self.step, 64):
-            self.b.call(fetch, [self.at(place_in(prefetch, line), _I8), *to_first_level])
+            self.b.call(fetch, [self.at(place_in(prefetch, line), _I8), *to_second_level])
         chunks = [self.load(place_in(source, chunk * j), self.vector) for j in range(ACCUMULATOR_COUNT)]
         if has_store:
             for j, value in enumerate(chunks):
@@ -533,7 +533,7 @@ def build_move(tier_name: str, *, has_crc: bool) -> Callable[..., None]:
                             following = ahead + runs[0, min(r + look - count, count - 1)]
                         # The last bytes of a run fetch the run that comes that much later.
                         far = max(0, size - PREFETCH_DISTANCE_BYTES)
-                        for part in range(2):
+                        for part in range(0 if far > 0 else 1, 2):
                             start = far if part else 0
                             length = size - far if part else far
                             fetch = following if part else tensor + PREFETCH_DISTANCE_BYTES
