@@ -10,12 +10,13 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING, Literal
 
 from kvdev.block.device import BlockDevice
 from kvdev.block.file import FileDevice
 from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
-from kvdev.errors import KvdevError, UnsupportedError, UsageError
+from kvdev.errors import CorruptionError, KvdevError, UnsupportedError, UsageError
 from kvdev.initiator.controller import Controller
 from kvdev.initiator.discovery import discover
 from kvdev.initiator.host import HostIdentity
@@ -26,15 +27,22 @@ from kvdev.native.queue import HostQueue
 from kvdev.uri import (
     DeviceUri,
     FileUri,
+    KvNamespaceUri,
     MemUri,
     TcpUri,
     VolumeUri,
     parse_device_uri,
     parse_discovery_uri,
+    parse_kv_namespace_uri,
     parse_subsystem_uri,
     parse_volume_uri,
 )
 from kvdev.wire.log import DiscoveryEntry
+
+if TYPE_CHECKING:
+    from kvdev.geometry import Geometry
+    from kvdev.store.namespace import KvNamespace
+    from kvdev.store.volume import Volume
 
 log = logging.getLogger("kvdev.session")
 
@@ -165,10 +173,73 @@ class Session:
             for member_uri in uris:
                 members.append(self.open_device(member_uri, deadline=deadline))
         except BaseException:
-            for member in members:
-                member.close()
+            self._release(members)
             raise
         return members
+
+    def open_volume(self, uri: VolumeUri | str, *, deadline: Deadline | None = None) -> Volume:
+        """A volume by its labels; of ``vol+tcp:`` the namespaces that carry one are its members.
+
+        Members stay open until the session closes. When it fails none of them stays open.
+        """
+        from kvdev.store.volume import Volume
+
+        if isinstance(uri, str):
+            uri = parse_volume_uri(uri)
+        deadline = deadline or Deadline.after(OPEN_TIMEOUT_S)
+        members = self.open_members(uri, deadline=deadline)
+        try:
+            if uri.subsystem is not None:
+                members = self._labelled(uri, members, deadline)
+            return Volume.open(members, deadline=deadline)
+        except BaseException:
+            self._release(members)
+            raise
+
+    def _labelled(
+        self, uri: VolumeUri, candidates: list[BlockDevice], deadline: Deadline
+    ) -> list[BlockDevice]:
+        """Those of a subsystem's namespaces that carry a label; the others are closed."""
+        from kvdev.store.volume import read_label
+
+        members: list[BlockDevice] = []
+        for device in candidates:
+            try:
+                read_label(device, deadline)
+            except (CorruptionError, UsageError) as error:
+                log.info("%s: left out: %s", device.uri, error)
+                self._release([device])
+            else:
+                members.append(device)
+        if not members:
+            raise UsageError(
+                f"{uri}: members: expected at least one labelled namespace, got none of {len(candidates)}; "
+                f"`kvdev volume create` makes a volume of them"
+            )
+        return members
+
+    def open_kv_namespace(
+        self,
+        uri: KvNamespaceUri | str,
+        *,
+        mode: Literal["owner", "reader"] = "owner",
+        geometry: Geometry | None = None,
+        deadline: Deadline | None = None,
+    ) -> KvNamespace:
+        """A KV namespace of a volume, closed (flushed) with the session if not before."""
+        if isinstance(uri, str):
+            uri = parse_kv_namespace_uri(uri)
+        deadline = deadline or Deadline.after(OPEN_TIMEOUT_S)
+        volume = self.open_volume(uri.volume, deadline=deadline)
+        namespace = volume.open_namespace(uri.name, mode=mode, geometry=geometry, deadline=deadline)
+        self._closers.append((str(uri), lambda limit: namespace.close(deadline=limit)))
+        return namespace
+
+    def _release(self, devices: list[BlockDevice]) -> None:
+        """Close what was opened in vain; memory stays, its name may be in use elsewhere in the session."""
+        for device in devices:
+            if not isinstance(device, MemoryDevice):
+                device.close()
 
     def _namespace_uris(self, subsystem: TcpUri, deadline: Deadline) -> list[DeviceUri]:
         controller = self.controller(subsystem, deadline=deadline)

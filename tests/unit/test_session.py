@@ -9,7 +9,9 @@ import pytest
 from kvdev.block.device import read_blocks, write_blocks
 from kvdev.clock import Deadline
 from kvdev.errors import UnsupportedError, UsageError
+from kvdev.geometry import Geometry
 from kvdev.session import Session
+from kvdev.store.volume import Volume
 
 
 def test_open_device_when_memory_then_shared_by_name() -> None:
@@ -66,3 +68,18 @@ def test_close_when_interrupted_then_everything_is_closed_and_the_interrupt_rais
         kv.close()
     assert closed == ["first expired=True"]
     kv.close()
+
+
+def test_open_kv_namespace_when_members_in_any_order_then_found_by_label() -> None:
+    geometry = Geometry.preset("small")
+    limit = Deadline.after(20)
+    with Session() as kv:
+        members = kv.open_members("vol:mem:a?size=32MiB,mem:b?size=32MiB", deadline=limit)
+        volume = Volume.create(members, name="v", strip_size_bytes=64 << 10, deadline=limit)
+        volume.create_namespace("x", geometry, quota_pages=16, deadline=limit)
+        assert kv.open_volume("vol:mem:b,mem:a", deadline=limit).name == "v"
+        namespace = kv.open_kv_namespace("vol:mem:b,mem:a#x", geometry=geometry, deadline=limit)
+        assert namespace.mode == "owner"
+        with pytest.raises(UsageError, match="member 1 is missing"):
+            kv.open_volume("vol:mem:a", deadline=limit)
+        assert kv.open_device("mem:a").uri == "mem:a"
