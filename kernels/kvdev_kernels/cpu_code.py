@@ -572,8 +572,10 @@ def build_move(tier_name: str, *, has_crc: bool) -> Callable[..., None]:
     options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
         compiled = njit(cache=True, **options)(move_pages)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written
+        compiled.compile(MOVE_ARGUMENTS)
+    except (RuntimeError, OSError):
+        # Neither the package's folder nor the user's cache can be written, or the disk is full.
         compiled = njit(**options)(move_pages)
-    compiled.compile(MOVE_ARGUMENTS)
+        compiled.compile(MOVE_ARGUMENTS)
     compiled.disable_compile()
     return compiled  # type: ignore[no-any-return]

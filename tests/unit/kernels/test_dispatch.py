@@ -260,3 +260,15 @@ def test_memory_when_kernels_have_run_then_process_stays_small() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert int(run.stdout.split()[-1]) < 250 * 1024
+
+
+def test_cache_when_it_cannot_be_written_then_compiled_all_the_same() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        env={**os.environ, "NUMBA_CACHE_DIR": "/proc/no-such-folder"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
