@@ -1,0 +1,181 @@
+"""``kvdev replay``: the whole job on a request trace, on a pool of yours or on the embedded target.
+
+Not here: planning and running it (``kvdev_tools.launch``).
+"""
+
+from __future__ import annotations
+
+import click
+
+from kvdev_tools.connect import host_options, timeout_option
+from kvdev_tools.output import emit, json_option
+
+_GEOMETRY_OPTIONS = ("layers", "kv-heads", "head-size")
+
+
+@click.command()
+@click.argument("uri", metavar="[VOLUME#NAME]", required=False)
+@click.option("--trace", metavar="FILE", help="Trace of requests, JSON lines; by default one is generated.")
+@click.option(
+    "--requests", type=click.IntRange(1), help="Requests to replay  [default: 300, or the whole FILE]"
+)
+@click.option(
+    "--geometry",
+    metavar="NAME",
+    help="small (64 KiB pages), medium (1 MiB), or a model, such as llama3-8b  [default: medium]",
+)
+@click.option("--layers", type=int, help="An own geometry: layers ...")
+@click.option("--kv-heads", type=int, help="... KV heads ...")
+@click.option("--head-size", type=int, help="... elements of a head (mla: of the latent row) ...")
+@click.option("--dtype", help="... type of an element  [default: bf16]")
+@click.option("--attention", help="... mha or mla  [default: mha]")
+@click.option("--layout", help="The engine's tensors: nhd, hnd, block-outermost, sglang or mla.")
+@click.option("--block-tokens", type=int, help="Tokens of an engine's block  [default: 16]")
+@click.option("--capacity", metavar="SIZE", help="Room for pages; beyond it the oldest are evicted.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of trace and block order."
+)
+@click.option("--embedded", is_flag=True, help="Use a target of our own; the default without VOLUME#NAME.")
+@click.option("--members", type=click.IntRange(1, 64), help="Namespaces of the embedded target  [default: 4]")
+@click.option("--strip-size", metavar="SIZE", help="Strip size of the embedded volume  [default: 128KiB]")
+@click.option("--files", metavar="DIR", help="Keep the embedded namespaces in files there, not in memory.")
+@click.option("--kill-halfway", is_flag=True, help="Kill the client half way; a new one goes on.")
+@click.option("--arena", "arena_size", metavar="SIZE", help="Staging memory of the client  [default: 64MiB]")
+@click.option("--io-queues", type=click.IntRange(1, 128), default=1, show_default=True, help="Per subsystem.")
+@host_options
+@timeout_option
+@json_option
+def replay(
+    uri: str | None,
+    trace: str | None,
+    requests: int | None,
+    geometry: str | None,
+    layers: int | None,
+    kv_heads: int | None,
+    head_size: int | None,
+    dtype: str | None,
+    attention: str | None,
+    layout: str | None,
+    block_tokens: int | None,
+    capacity: str | None,
+    seed: int,
+    embedded: bool,
+    members: int | None,
+    strip_size: str | None,
+    files: str | None,
+    kill_halfway: bool,
+    arena_size: str | None,
+    io_queues: int,
+    host_nqn: str | None,
+    host_id: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> int:
+    """Offload and restore the KV pages of a request trace, and compare every restored page.
+
+    One page per block of 512 prompt tokens. For each request the longest stored prefix is restored into
+    paged tensors; the rest is filled with bytes that follow from key and position, packed and stored. The
+    exit code is 5 when any restored page differs.
+
+    \b
+    Examples:
+      kvdev replay
+      kvdev replay --trace conversation_trace.jsonl --requests 500 --geometry small
+      kvdev replay --kill-halfway --layout hnd --json
+      kvdev replay --capacity 256MiB
+      kvdev replay vol+tcp://192.0.2.7:4420/nqn.2026-01.com.example:pool#llama --geometry llama3-8b
+    """
+    from pathlib import Path
+
+    from kvdev.errors import UsageError
+    from kvdev.units import parse_size
+    from kvdev_tools import report
+    from kvdev_tools.exits import ExitCode
+    from kvdev_tools.launch import ReplaySettings, run_replay
+
+    if uri is not None:
+        for name, value in (
+            ("--embedded", embedded or None),
+            ("--members", members),
+            ("--strip-size", strip_size),
+            ("--files", files),
+            ("--capacity", capacity),
+        ):
+            if value is not None:
+                raise UsageError(
+                    f"{name}: belongs to the embedded target, got it with {uri!r}; leave one of the two out"
+                )
+    settings = ReplaySettings(
+        uri=uri,
+        trace=None if trace is None else Path(trace),
+        request_limit=requests,
+        geometry=_geometry(geometry, layers, kv_heads, head_size, dtype, attention),
+        geometry_name=geometry or ("own" if layers is not None else "medium"),
+        layout=layout,
+        block_tokens=block_tokens,
+        capacity_bytes=None if capacity is None else parse_size(capacity, field="capacity"),
+        seed=seed,
+        member_count=members or 4,
+        strip_size_bytes=parse_size(strip_size or "128KiB", field="strip_size"),
+        files=None if files is None else Path(files),
+        is_killed_halfway=kill_halfway,
+        arena_size_bytes=None if arena_size is None else parse_size(arena_size, field="arena"),
+        io_queue_count=io_queues,
+        host_nqn=host_nqn,
+        host_id=host_id,
+        timeout_s=timeout_s,
+    )
+    totals, run = run_replay(settings)
+    emit(report.document(totals, run), as_json=as_json, text=lambda: report.text(totals, run))
+    if totals.mismatches or totals.page_errors:
+        click.echo(
+            f"kvdev: replay: expected every page as it was put, got {totals.mismatches} that differ and "
+            f"{totals.page_errors} unreadable",
+            err=True,
+        )
+        return int(ExitCode.DATA_FAULT)
+    return int(ExitCode.OK)
+
+
+def _geometry(
+    name: str | None,
+    layers: int | None,
+    kv_heads: int | None,
+    head_size: int | None,
+    dtype: str | None,
+    attention: str | None,
+) -> Geometry:
+    """The preset of that name, or the geometry that the single options describe."""
+    from kvdev.errors import UsageError
+    from kvdev.geometry import Geometry
+    from kvdev_tools.trace import TRACE_BLOCK_TOKENS
+
+    given = {
+        "--layers": layers,
+        "--kv-heads": kv_heads,
+        "--head-size": head_size,
+        "--dtype": dtype,
+        "--attention": attention,
+    }
+    used = [option for option, value in given.items() if value is not None]
+    if not used:
+        return Geometry.preset(name or "medium")
+    if name is not None:
+        raise UsageError(
+            f"geometry: expected a name or an own one, got {name!r} with {used[0]}; leave one out"
+        )
+    if attention == "mla" and kv_heads is None:
+        kv_heads = 1
+    if layers is None or kv_heads is None or head_size is None:
+        raise UsageError(
+            f"geometry: expected --layers, --kv-heads and --head-size together, got only {' '.join(used)}"
+        )
+    return Geometry(
+        model_id="own",
+        layer_count=layers,
+        kv_head_count=kv_heads,
+        head_size=head_size,
+        dtype=dtype or "bf16",
+        attention=attention or "mha",
+        tokens_per_page=TRACE_BLOCK_TOKENS,
+    )

@@ -1,0 +1,134 @@
+"""Replaying requests against a page store: restore the longest stored prefix, prefill the rest, offload it, flush.
+
+Not here: where the store comes from (``kvdev_tools.client``); what is printed (``kvdev_tools.report``).
+Threads: one; every call to the store is bounded by the store's own deadlines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvdev.keys import KeyArray
+from kvdev.staging import Arena
+from kvdev.store import PageStatus, PageStore
+from kvdev_kernels import PageKernels
+from kvdev_tools.content import PageContent, request_keys
+from kvdev_tools.progress import RequestRecord, peak_rss_bytes
+from kvdev_tools.tensors import BlockAllocator, BlockTable, EngineTensors
+from kvdev_tools.trace import Request
+
+NowNs = Callable[[], int]
+
+
+class Replayer:
+    """An engine without a model: its paged tensors, its block table, and a page store behind them.
+
+    Invariant between requests: every block is free, every lease is released, the store is flushed.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: PageStore,
+        tensors: EngineTensors,
+        arena: Arena,
+        kernels: PageKernels,
+        batch_page_count: int,
+        seed: int,
+        now_ns: NowNs = time.monotonic_ns,
+    ) -> None:
+        """``batch_page_count`` pages fit into the arena and move together."""
+        self._store = store
+        self._tensors = tensors
+        self._arena = arena
+        self._kernels = kernels
+        self._batch_page_count = batch_page_count
+        self._now_ns = now_ns
+        self._page_size_bytes = tensors.geometry.page_size_bytes
+        self._content = PageContent(self._page_size_bytes)
+        self._blocks = BlockAllocator(
+            block_count=tensors.block_count, blocks_per_page=tensors.blocks_per_page, seed=seed
+        )
+
+    def replay(self, request_index: int, request: Request) -> RequestRecord:
+        """Serve one request as an engine would; what was restored is compared bit for bit."""
+        keys = request_keys(request.hash_ids)
+        table = self._blocks.take(len(keys))
+        restored, page_errors, restore_ns = self._restore(keys, table)
+        matching = sum(
+            self._tensors.matches(blocks, self._content.page(key))
+            for blocks, key in zip(table[:restored], keys, strict=False)
+        )
+        written, offload_ns = self._offload(keys[restored:], table[restored:])
+        self._blocks.give_back(table)
+        return RequestRecord(
+            request_index=request_index,
+            pages_requested=len(keys),
+            pages_restored=restored,
+            pages_written=written,
+            pages_verified=restored,
+            mismatches=restored - matching,
+            page_errors=page_errors,
+            restore_ns=restore_ns,
+            offload_ns=offload_ns,
+            stored_pages=self._store.page_count,
+            rss_max_bytes=peak_rss_bytes(),
+        )
+
+    def _restore(self, keys: KeyArray, table: BlockTable) -> tuple[int, int, int]:
+        """Bring the longest stored prefix into the tensors; returns pages, unreadable pages, nanoseconds."""
+        started = self._now_ns()
+        hit_count = self._store.longest_prefix(keys)
+        spent_ns = self._now_ns() - started
+        for blocks in table[:hit_count]:
+            self._tensors.poison(blocks)
+        restored = 0
+        while restored < hit_count:
+            end = min(restored + self._batch_page_count, hit_count)
+            started = self._now_ns()
+            with self._arena.lease(end - restored, self._page_size_bytes) as lease:
+                got = self._store.get(keys[restored:end], lease, verify="kernel")
+                is_good = got.status == PageStatus.HIT
+                readable = _leading(is_good)
+                is_error = got.status == PageStatus.ERROR
+                if readable:
+                    # A kernel takes addresses: only of the pages that came, in order.
+                    unpacked = self._kernels.unpack(
+                        self._tensors.paged_layout,
+                        table[restored : restored + readable],
+                        lease.array[:readable],
+                        verify=got.crc32c[:readable],
+                    )
+                    is_error[:readable] |= ~unpacked.is_ok
+                    readable = _leading(unpacked.is_ok)
+            spent_ns += self._now_ns() - started
+            restored += readable
+            if restored < end:
+                # Evicted between the lookup and the read, or unreadable: an engine goes on with what it has.
+                return restored, int(np.count_nonzero(is_error)), spent_ns
+        return restored, 0, spent_ns
+
+    def _offload(self, keys: KeyArray, table: BlockTable) -> tuple[int, int]:
+        """Prefill the pages, pack and put them, flush; returns pages stored and nanoseconds without prefill."""
+        stored = spent_ns = 0
+        for start in range(0, len(keys), self._batch_page_count):
+            batch = slice(start, start + self._batch_page_count)
+            for blocks, key in zip(table[batch], keys[batch], strict=True):
+                self._tensors.fill(blocks, self._content.page(key))
+            started = self._now_ns()
+            with self._arena.lease(len(keys[batch]), self._page_size_bytes) as lease:
+                crc32c = self._kernels.pack(self._tensors.paged_layout, table[batch], lease)
+                put = self._store.put(keys[batch], lease, checksums=crc32c)
+                stored += int(np.count_nonzero(put.status == PageStatus.STORED))
+            spent_ns += self._now_ns() - started
+        started = self._now_ns()
+        self._store.flush()
+        return stored, spent_ns + self._now_ns() - started
+
+
+def _leading(flags: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
+    """How many are true before the first false."""
+    return len(flags) if bool(flags.all()) else int(np.argmin(flags))

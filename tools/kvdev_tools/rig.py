@@ -1,0 +1,170 @@
+"""The embedded target as a child process, provisioned over SPDK's JSON-RPC like a real one.
+
+Not here: the target (``kvdev.target``); volumes on its namespaces (``kvdev.store``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from kvdev.clock import Deadline
+from kvdev.errors import ConnectError, DeadlineError, UsageError
+from kvdev.uri import TcpAddress, TcpUri
+from kvdev_tools import process
+from spdk_rpc import Client, RpcTransportError, SpdkRpc
+
+START_TIMEOUT_S = 30.0
+RPC_TIMEOUT_S = 120.0
+"""Creating a bdev touches all of its memory."""
+SUBNQN = "nqn.2026-01.io.kvdev:replay"
+BLOCK_SIZE_BYTES = 4096
+_STDERR_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class MemberTraffic:
+    """What the target counted for one namespace."""
+
+    bytes_read: int
+    bytes_written: int
+
+
+class Rig:
+    """A target of our own: started by ``start``, gone after ``close`` with everything it kept."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvdev-replay-")
+        self.folder = Path(self._folder.name)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: Client | None = None
+        self._names: list[str] = []
+        self._files: list[Path] = []
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def rpc(self) -> SpdkRpc:
+        assert self._client is not None, "start comes first"
+        return SpdkRpc(self._client)
+
+    def start(self, *, deadline: Deadline | None = None) -> None:
+        """Start the target and wait until its RPC socket answers; ConnectError says why it does not."""
+        limit = deadline or Deadline.after(START_TIMEOUT_S)
+        socket_path = self.folder / "rpc.sock"
+        ready_path = self.folder / "ready"
+        errors_path = self.folder / "target.err"
+        arguments = ["-m", "kvdev_tools.main", "target", "serve", "--rpc-socket", str(socket_path)]
+        arguments += ["--ready-file", str(ready_path), "--parent-pid", str(os.getpid())]
+        with errors_path.open("wb") as errors:
+            child = process.start(arguments, stdout=subprocess.DEVNULL, stderr=errors)
+        self._process = child
+        while not ready_path.exists():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(0.02)
+                raise ConnectError(f"embedded target: ended with code {code}: {self._last_error()}")
+            if limit.is_expired:
+                raise DeadlineError(
+                    f"embedded target: not ready within {limit.elapsed_ms() / 1000:.0f} s: {self._last_error()}",
+                    operation="start of the embedded target",
+                    elapsed_ms=limit.elapsed_ms(),
+                )
+        self._client = Client(socket_path, timeout_s=RPC_TIMEOUT_S)
+
+    def _last_error(self) -> str:
+        """The last line that the target wrote on stderr."""
+        try:
+            tail = (self.folder / "target.err").read_bytes()[-_STDERR_TAIL_BYTES:]
+        except OSError:
+            tail = b""
+        lines = tail.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def provision(
+        self, *, host_nqn: str, namespace_count: int, namespace_size_bytes: int, files: Path | None = None
+    ) -> TcpUri:
+        """Transport, bdevs, subsystem with namespaces, listener and allowed host; returns the subsystem's URI.
+
+        Bdevs are of memory, or, with ``files``, sparse files in that folder which ``close`` removes.
+        """
+        rpc = self.rpc
+        rpc.nvmf_create_transport(trtype="TCP")
+        for index in range(namespace_count):
+            name = f"replay{index}"
+            if files is None:
+                rpc.bdev_malloc_create(
+                    name=name,
+                    num_blocks=namespace_size_bytes // BLOCK_SIZE_BYTES,
+                    block_size=BLOCK_SIZE_BYTES,
+                )
+            else:
+                path = files / f"kvdev-replay-{os.getpid()}-{index}"
+                self._make_file(path, namespace_size_bytes)
+                rpc.bdev_aio_create(name=name, filename=str(path), block_size=BLOCK_SIZE_BYTES)
+            self._names.append(name)
+        rpc.nvmf_create_subsystem(
+            nqn=SUBNQN, serial_number="KVDEVREPLAY", max_namespaces=max(32, namespace_count)
+        )
+        for name in self._names:
+            rpc.nvmf_subsystem_add_ns(nqn=SUBNQN, bdev_name=name)
+        rpc.nvmf_subsystem_add_host(nqn=SUBNQN, host=host_nqn)
+        rpc.nvmf_subsystem_add_listener(nqn=SUBNQN, traddr="127.0.0.1", trsvcid=0)
+        address = rpc.nvmf_subsystem_get_listeners(SUBNQN)[0]["address"]
+        return TcpUri((TcpAddress(address["traddr"], int(address["trsvcid"])),), SUBNQN)
+
+    def _make_file(self, path: Path, size_bytes: int) -> None:
+        try:
+            with path.open("xb") as file:
+                self._files.append(path)
+                file.truncate(size_bytes)
+        except OSError as error:
+            raise UsageError(f"files: {path}: {error.strerror}; name a folder that can be written") from error
+
+    def traffic(self) -> list[MemberTraffic]:
+        """Bytes moved at each namespace since it was made, in the order of their ids."""
+        stats = {each["name"]: each for each in self.rpc.bdev_get_iostat().get("bdevs", [])}
+        return [
+            MemberTraffic(stats[name].get("bytes_read", 0), stats[name].get("bytes_written", 0))
+            for name in self._names
+            if name in stats
+        ]
+
+    def close(self) -> None:
+        """Stop the target and remove its files; bounded, and safe to call at any point."""
+        if self._client is not None:
+            self._client.close()
+        if self._process is not None:
+            process.stop(self._process)
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        self._files.clear()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def running_rig() -> Iterator[Rig]:
+    """A started rig for the length of a block."""
+    with Rig() as rig:
+        try:
+            rig.start()
+            yield rig
+        except RpcTransportError as error:
+            if rig.pid is not None and not Path(f"/proc/{rig.pid}").exists():
+                raise ConnectError(f"embedded target: {rig._last_error()}") from error
+            raise
