@@ -61,8 +61,8 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
     """Replay what the state file does not have yet; ``pause`` is called once ``pause_after`` requests are done."""
     from kvdev.staging import Arena
     from kvdev_kernels import PageKernels
-    from kvdev_tools.connect import make_session
-    from kvdev_tools.pool import open_page_store
+    from kvdev_tools.connect import make_session, operation_deadline
+    from kvdev_tools.pool import opened_store, stored_bytes_by_member
     from kvdev_tools.replay import Replayer
     from kvdev_tools.tensors import EngineTensors
 
@@ -75,7 +75,7 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
     )
     with (
         session,
-        open_page_store(session, config.kv_namespace, geometry=geometry, timeout_s=config.timeout_s) as store,
+        opened_store(session, config.kv_namespace, geometry=geometry, timeout_s=config.timeout_s) as store,
         Arena(config.arena_size_bytes) as arena,
         PageKernels() as kernels,
         ProgressFile(progress_path) as progress,
@@ -86,12 +86,11 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
             page_count=config.tensor_page_count,
             block_tokens=config.block_tokens,
         )
-        info = {
+        info: dict[str, Any] = {
             "arena_backing": arena.backing,
             "arena_size_bytes": arena.size_bytes,
             "kernels": kernels.backend,
         }
-        Path(config.info_path).write_text(json.dumps(info))
         replayer = Replayer(
             store=store,
             tensors=tensors,
@@ -110,6 +109,14 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
                     pause()
         finally:
             bar.close()
+        stored = stored_bytes_by_member(
+            volume, store.namespace, deadline=operation_deadline(config.timeout_s)
+        )
+        info["members"] = [
+            {"uri": member.uri, "stored_bytes": count}
+            for member, count in zip(volume.members, stored, strict=True)
+        ]
+        Path(config.info_path).write_text(json.dumps(info))
 
 
 def _pause_for_supervisor() -> None:

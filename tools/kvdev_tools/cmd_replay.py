@@ -5,12 +5,13 @@ Not here: planning and running it (``kvdev_tools.launch``).
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from kvdev_tools.connect import host_options, timeout_option
+from kvdev_tools.geometry_options import DEFAULT_PRESET, choose_geometry, geometry_options
 from kvdev_tools.output import emit, json_option
-
-_GEOMETRY_OPTIONS = ("layers", "kv-heads", "head-size")
 
 
 @click.command()
@@ -19,16 +20,7 @@ _GEOMETRY_OPTIONS = ("layers", "kv-heads", "head-size")
 @click.option(
     "--requests", type=click.IntRange(1), help="Requests to replay  [default: 300, or the whole FILE]"
 )
-@click.option(
-    "--geometry",
-    metavar="NAME",
-    help="small (64 KiB pages), medium (1 MiB), or a model, such as llama3-8b  [default: medium]",
-)
-@click.option("--layers", type=int, help="An own geometry: layers ...")
-@click.option("--kv-heads", type=int, help="... KV heads ...")
-@click.option("--head-size", type=int, help="... elements of a head (mla: of the latent row) ...")
-@click.option("--dtype", help="... type of an element  [default: bf16]")
-@click.option("--attention", help="... mha or mla  [default: mha]")
+@geometry_options
 @click.option("--layout", help="The engine's tensors: nhd, hnd, block-outermost, sglang or mla.")
 @click.option("--block-tokens", type=int, help="Tokens of an engine's block  [default: 16]")
 @click.option("--capacity", metavar="SIZE", help="Room for pages; beyond it the oldest are evicted.")
@@ -49,12 +41,6 @@ def replay(
     uri: str | None,
     trace: str | None,
     requests: int | None,
-    geometry: str | None,
-    layers: int | None,
-    kv_heads: int | None,
-    head_size: int | None,
-    dtype: str | None,
-    attention: str | None,
     layout: str | None,
     block_tokens: int | None,
     capacity: str | None,
@@ -70,6 +56,7 @@ def replay(
     host_id: str | None,
     timeout_s: float,
     as_json: bool,
+    **shape: Any,
 ) -> int:
     """Offload and restore the KV pages of a request trace, and compare every restored page.
 
@@ -109,8 +96,8 @@ def replay(
         uri=uri,
         trace=None if trace is None else Path(trace),
         request_limit=requests,
-        geometry=_geometry(geometry, layers, kv_heads, head_size, dtype, attention),
-        geometry_name=geometry or ("own" if layers is not None else "medium"),
+        geometry=choose_geometry(**shape),
+        geometry_name=shape["geometry"] or (DEFAULT_PRESET if shape["layers"] is None else "own"),
         layout=layout,
         block_tokens=block_tokens,
         capacity_bytes=None if capacity is None else parse_size(capacity, field="capacity"),
@@ -135,47 +122,3 @@ def replay(
         )
         return int(ExitCode.DATA_FAULT)
     return int(ExitCode.OK)
-
-
-def _geometry(
-    name: str | None,
-    layers: int | None,
-    kv_heads: int | None,
-    head_size: int | None,
-    dtype: str | None,
-    attention: str | None,
-) -> Geometry:
-    """The preset of that name, or the geometry that the single options describe."""
-    from kvdev.errors import UsageError
-    from kvdev.geometry import Geometry
-    from kvdev_tools.trace import TRACE_BLOCK_TOKENS
-
-    given = {
-        "--layers": layers,
-        "--kv-heads": kv_heads,
-        "--head-size": head_size,
-        "--dtype": dtype,
-        "--attention": attention,
-    }
-    used = [option for option, value in given.items() if value is not None]
-    if not used:
-        return Geometry.preset(name or "medium")
-    if name is not None:
-        raise UsageError(
-            f"geometry: expected a name or an own one, got {name!r} with {used[0]}; leave one out"
-        )
-    if attention == "mla" and kv_heads is None:
-        kv_heads = 1
-    if layers is None or kv_heads is None or head_size is None:
-        raise UsageError(
-            f"geometry: expected --layers, --kv-heads and --head-size together, got only {' '.join(used)}"
-        )
-    return Geometry(
-        model_id="own",
-        layer_count=layers,
-        kv_head_count=kv_heads,
-        head_size=head_size,
-        dtype=dtype or "bf16",
-        attention=attention or "mha",
-        tokens_per_page=TRACE_BLOCK_TOKENS,
-    )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvdev.errors import CorruptionError
 from kvdev.keys import KeyArray
 from kvdev.staging import Arena
 from kvdev.store import PageStatus, PageStore
@@ -74,7 +75,7 @@ class Replayer:
             page_errors=page_errors,
             restore_ns=restore_ns,
             offload_ns=offload_ns,
-            stored_pages=self._store.page_count,
+            stored_pages=self._store.namespace.stat().index.live_count,
             rss_max_bytes=peak_rss_bytes(),
         )
 
@@ -91,6 +92,8 @@ class Replayer:
             started = self._now_ns()
             with self._arena.lease(end - restored, self._page_size_bytes) as lease:
                 got = self._store.get(keys[restored:end], lease, verify="kernel")
+                if got.failure is not None and not isinstance(got.failure, CorruptionError):
+                    raise got.failure
                 is_good = got.status == PageStatus.HIT
                 readable = _leading(is_good)
                 is_error = got.status == PageStatus.ERROR
@@ -102,7 +105,9 @@ class Replayer:
                         lease.array[:readable],
                         verify=got.crc32c[:readable],
                     )
-                    is_error[:readable] |= ~unpacked.is_ok
+                    if not unpacked.is_ok.all():
+                        is_error[:readable] |= ~unpacked.is_ok
+                        self._store.report_bad(got, is_error)
                     readable = _leading(unpacked.is_ok)
             spent_ns += self._now_ns() - started
             restored += readable
@@ -122,6 +127,8 @@ class Replayer:
             with self._arena.lease(len(keys[batch]), self._page_size_bytes) as lease:
                 crc32c = self._kernels.pack(self._tensors.paged_layout, table[batch], lease)
                 put = self._store.put(keys[batch], lease, checksums=crc32c)
+                if put.failure is not None:
+                    raise put.failure
                 stored += int(np.count_nonzero(put.status == PageStatus.STORED))
             spent_ns += self._now_ns() - started
         started = self._now_ns()

@@ -1,0 +1,206 @@
+"""``kvdev namespace``: KV namespaces of a volume, each for one geometry and with a quota."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdev.units import format_size
+from kvdev_tools.connect import host_options, make_session, operation_deadline, timeout_option
+from kvdev_tools.geometry_options import choose_geometry, geometry_options
+from kvdev_tools.output import emit, fields, json_option, table
+
+if TYPE_CHECKING:
+    from kvdev.store import NamespaceInfo
+
+
+@click.group()
+def namespace() -> None:
+    """Make and inspect KV namespaces of a volume; one is named VOLUME#NAME."""
+
+
+@namespace.command()
+@click.argument("uri", metavar="VOLUME#NAME")
+@click.option("--quota", metavar="SIZE", help="Bytes of pages it may hold  [default: all that is free]")
+@click.option("--quota-pages", type=click.IntRange(1), help="The same as a number of pages.")
+@click.option("--tokens-per-page", type=click.IntRange(1), default=512, show_default=True)
+@click.option("--revision", default="", help="Revision of the model's weights.")
+@geometry_options
+@host_options
+@timeout_option
+@json_option
+def create(
+    uri: str,
+    quota: str | None,
+    quota_pages: int | None,
+    tokens_per_page: int,
+    revision: str,
+    host_nqn: str | None,
+    host_id: str | None,
+    timeout_s: float,
+    as_json: bool,
+    **shape: Any,
+) -> None:
+    """Make an empty KV namespace for one geometry.
+
+    \b
+    Examples:
+      kvdev namespace create "vol+tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv#llama" \\
+          --geometry llama3-8b --quota 200GiB
+      kvdev namespace create "vol:file:/srv/kv0.img#mine" --layers 32 --kv-heads 8 --head-size 128
+    """
+    import dataclasses
+
+    from kvdev.errors import CapacityError, UsageError
+    from kvdev.units import parse_size
+    from kvdev.uri import parse_kv_namespace_uri
+
+    parsed = parse_kv_namespace_uri(uri)
+    geometry = dataclasses.replace(
+        choose_geometry(**shape), tokens_per_page=tokens_per_page, revision=revision
+    )
+    if quota is not None and quota_pages is not None:
+        raise UsageError("quota: expected --quota or --quota-pages, got both")
+    quota_bytes = None if quota is None else parse_size(quota, field="quota")
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        volume = open_volume(session, parsed.volume, deadline=deadline)
+        if quota_bytes is None and quota_pages is None:
+            largest = max((count for _, count in volume.free_extents(deadline)), default=0)
+            quota_pages = volume.pages_for(geometry, largest * volume.block_size_bytes)
+            if quota_pages < 1:
+                raise CapacityError(
+                    f"volume {volume.name}: namespace {parsed.name!r}: expected room for one page of "
+                    f"{format_size(geometry.page_size_bytes)} and its table, got "
+                    f"{format_size(largest * volume.block_size_bytes)} free in one piece; "
+                    f"delete a namespace or enlarge the volume"
+                )
+        info = volume.create_namespace(
+            parsed.name, geometry, quota_bytes=quota_bytes, quota_pages=quota_pages, deadline=deadline
+        )
+    found = _describe(info)
+    emit(found, as_json=as_json, text=lambda: _text(found))
+
+
+@namespace.command(name="list")
+@click.argument("uri", metavar="VOLUME")
+@host_options
+@timeout_option
+@json_option
+def list_(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool) -> None:
+    """List the KV namespaces of a volume.
+
+    \b
+    Example:
+      kvdev namespace list vol+tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv
+    """
+    from kvdev.uri import parse_volume_uri
+
+    parsed = parse_volume_uri(uri)
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        volume = open_volume(session, parsed, deadline=deadline)
+        infos = [_describe(info) for info in volume.namespaces(deadline=deadline)]
+
+    def text() -> list[str]:
+        if not infos:
+            return ["no KV namespace"]
+        rows = [
+            (
+                info["name"],
+                info["geometry"]["model_id"],
+                format_size(info["page_size_bytes"]),
+                info["quota_pages"],
+                format_size(info["extent_bytes"]),
+                "closed" if info["is_clean"] else "open, or not closed in order",
+            )
+            for info in infos
+        ]
+        return table(rows, header=("name", "model", "page", "quota pages", "extent", "state"))
+
+    emit({"namespaces": infos}, as_json=as_json, text=text)
+
+
+@namespace.command()
+@click.argument("uri", metavar="VOLUME#NAME")
+@host_options
+@timeout_option
+@json_option
+def show(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool) -> None:
+    """Show one KV namespace: its geometry, quota and how much of it is used; safe while it has an owner.
+
+    \b
+    Example:
+      kvdev namespace show "vol+tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv#llama"
+    """
+    from kvdev.uri import parse_kv_namespace_uri
+
+    parsed = parse_kv_namespace_uri(uri)
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev_tools.pool import opened_namespace
+
+        with opened_namespace(session, parsed, mode="reader", timeout_s=timeout_s) as (volume, opened):
+            found = _describe(volume.namespace(parsed.name, deadline=operation_deadline(timeout_s)))
+            stat = opened.stat()
+    found |= {
+        "pages": stat.index.live_count,
+        "stored_bytes": stat.index.live_count * found["page_size_bytes"],
+        "journal_used_blocks": stat.journal_used_blocks,
+        "journal_block_count": stat.journal_block_count,
+    }
+    emit(found, as_json=as_json, text=lambda: _text(found))
+
+
+@namespace.command()
+@click.argument("uri", metavar="VOLUME#NAME")
+@click.option("--yes", metavar="NAME", help="The name again, to say that its pages may go.")
+@host_options
+@timeout_option
+@json_option
+def delete(
+    uri: str, yes: str | None, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
+) -> None:
+    """Delete a KV namespace and all pages in it; refused while it has an owner on this host.
+
+    \b
+    Example:
+      kvdev namespace delete "vol:file:/srv/kv0.img#mine" --yes mine
+    """
+    from kvdev.errors import UsageError
+    from kvdev.uri import parse_kv_namespace_uri
+
+    parsed = parse_kv_namespace_uri(uri)
+    if yes != parsed.name:
+        raise UsageError(f"yes: expected the name {parsed.name!r} again, as its pages are lost, got {yes!r}")
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        volume = open_volume(session, parsed.volume, deadline=deadline)
+        volume.delete_namespace(parsed.name, deadline=deadline)
+    emit({"deleted": parsed.name}, as_json=as_json, text=lambda: [f"deleted {parsed.name}"])
+
+
+def _describe(info: NamespaceInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "uuid": info.uuid,
+        "geometry": info.geometry.to_dict(),
+        "fingerprint": info.geometry.fingerprint().hex(),
+        "page_size_bytes": info.page_size_bytes,
+        "quota_pages": info.quota_pages,
+        "slot_count": info.slot_count,
+        "extent_bytes": info.extent_bytes,
+        "epoch": info.epoch,
+        "is_clean": info.is_clean,
+    }
+
+
+def _text(found: dict[str, Any]) -> list[str]:
+    plain = [(name, value) for name, value in found.items() if name != "geometry"]
+    return fields([*plain, *((f"geometry {name}", value) for name, value in found["geometry"].items())])

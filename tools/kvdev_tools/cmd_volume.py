@@ -1,0 +1,226 @@
+"""``kvdev volume``: make a RAID0 volume over devices, show it, check it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdev.units import format_size
+from kvdev_tools.connect import host_options, make_session, operation_deadline, timeout_option
+from kvdev_tools.output import emit, fields, json_option, table
+
+if TYPE_CHECKING:
+    from kvdev.clock import Deadline
+    from kvdev.store import Volume
+
+
+@click.group()
+def volume() -> None:
+    """Make and inspect RAID0 volumes.
+
+    \b
+    A volume is named by its members, vol:DEVICE,DEVICE,..., or by a subsystem whose labelled namespaces are
+    its members, vol+tcp://HOST:PORT/NQN. A single device is a volume of one member.
+    """
+
+
+@volume.command()
+@click.argument("uri", metavar="VOLUME")
+@click.option("--name", required=True, help="Name of the volume, kept in its labels.")
+@click.option("--strip-size", metavar="SIZE", default="128KiB", show_default=True, help="16KiB to 4MiB.")
+@click.option("--size", metavar="SIZE", help="Use so much of the members  [default: all]")
+@click.option(
+    "--destroy",
+    metavar="DEVICE",
+    multiple=True,
+    help="Overwrite what this device holds; once per device, named as in VOLUME.",
+)
+@host_options
+@timeout_option
+@json_option
+def create(
+    uri: str,
+    name: str,
+    strip_size: str,
+    size: str | None,
+    destroy: tuple[str, ...],
+    host_nqn: str | None,
+    host_id: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Label devices and make an empty volume over them.
+
+    Refuses a device that holds a partition table, a file system, LVM, md, another volume or another
+    cache, and one that is mounted or held, unless that device is named in --destroy. With
+    vol+tcp://HOST:PORT/NQN every active namespace of the subsystem becomes a member.
+
+    \b
+    Examples:
+      kvdev volume create --name pool "vol:tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv?nsid=1"
+      kvdev volume create --name local vol:file:/srv/kv0.img,file:/srv/kv1.img --strip-size 256KiB
+    """
+    from kvdev.units import parse_size
+    from kvdev.uri import parse_device_uri, parse_volume_uri
+
+    parsed = parse_volume_uri(uri)
+    strip_size_bytes = parse_size(strip_size, field="strip_size")
+    size_bytes = None if size is None else parse_size(size, field="size")
+    # Compared in the form that devices show, whichever way they were typed.
+    destroyed = frozenset(str(parse_device_uri(text)) for text in destroy)
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev.store import Volume
+
+        deadline = operation_deadline(timeout_s)
+        made = Volume.create(
+            session.open_members(parsed, deadline=deadline),
+            name=name,
+            strip_size_bytes=strip_size_bytes,
+            size_bytes=size_bytes,
+            destroy=destroyed,
+            deadline=deadline,
+        )
+        found = _describe(made, deadline)
+    emit(found, as_json=as_json, text=lambda: _text(found))
+
+
+@volume.command()
+@click.argument("uri", metavar="VOLUME")
+@host_options
+@timeout_option
+@json_option
+def show(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool) -> None:
+    """Show a volume, its members and its KV namespaces.
+
+    \b
+    Example:
+      kvdev volume show vol+tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv
+    """
+    from kvdev.uri import parse_volume_uri
+
+    parsed = parse_volume_uri(uri)
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        found = _describe(open_volume(session, parsed, deadline=deadline), deadline)
+    emit(found, as_json=as_json, text=lambda: _text(found))
+
+
+@volume.command()
+@click.argument("uri", metavar="VOLUME")
+@host_options
+@timeout_option
+@json_option
+def check(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool) -> int:
+    """Read every label, superblock, record and page table, and report what is damaged; changes nothing.
+
+    The exit code is 5 when anything is damaged. Pages themselves are checked by page verify.
+
+    \b
+    Example:
+      kvdev volume check vol+tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv
+    """
+    from kvdev.uri import parse_volume_uri
+    from kvdev_tools.exits import ExitCode
+
+    parsed = parse_volume_uri(uri)
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        opened = open_volume(session, parsed, deadline=deadline)
+        namespaces = _check_namespaces(opened, deadline)
+        problems = [problem for place in opened.directory.read_all(deadline) for problem in place.problems]
+        problems += [f"{each['name']}: {each['problem']}" for each in namespaces if each["problem"]]
+        found = {"name": opened.name, "namespaces": namespaces, "problems": problems}
+
+    def text() -> list[str]:
+        lines = [
+            f"{each['name']}: {each['pages']} pages, "
+            + ("closed in order" if each["is_clean"] else f"{each['replayed_records']} records replayed")
+            for each in namespaces
+            if not each["problem"]
+        ]
+        lines += [f"damaged: {problem}" for problem in problems]
+        return [*lines, f"volume {found['name']}: {len(problems)} problems"]
+
+    emit(found, as_json=as_json, text=text)
+    return int(ExitCode.DATA_FAULT if problems else ExitCode.OK)
+
+
+def _check_namespaces(opened: Volume, deadline: Deadline) -> list[dict[str, Any]]:
+    """Open every KV namespace as a reader, and say what its table and journal look like."""
+    from kvdev.errors import CorruptionError
+
+    checked: list[dict[str, Any]] = []
+    for place in opened.directory.read_all(deadline):
+        if place.record is None or not place.record.is_live:
+            continue
+        state: dict[str, Any] = {
+            "name": place.record.name,
+            "is_clean": place.record.is_clean,
+            "pages": 0,
+            "replayed_records": 0,
+            "damaged_table_blocks": 0,
+            "problem": None,
+        }
+        try:
+            namespace = opened.open_namespace(place.record.name, mode="reader", deadline=deadline)
+        except CorruptionError as error:
+            state["problem"] = str(error)
+        else:
+            report = namespace.open_report
+            state["pages"] = namespace.stat().index.live_count
+            state["replayed_records"] = report.replayed_record_count
+            state["damaged_table_blocks"] = len(report.damaged_table_blocks)
+            if report.damaged_table_blocks:
+                state["problem"] = (
+                    f"{len(report.damaged_table_blocks)} table blocks are damaged, their pages lost"
+                )
+            namespace.close(deadline=deadline)
+        checked.append(state)
+    return checked
+
+
+def _describe(opened: Volume, deadline: Deadline) -> dict[str, Any]:
+    free = sum(count for _, count in opened.free_extents(deadline)) * opened.block_size_bytes
+    return {
+        "name": opened.name,
+        "uuid": opened.uuid.hex(),
+        "strip_size_bytes": opened.strip_size_bytes,
+        "block_size_bytes": opened.block_size_bytes,
+        "size_bytes": opened.size_bytes,
+        "free_bytes": free,
+        "members": [
+            {"member_index": index, "uri": member.uri, "size_bytes": member.size_bytes}
+            for index, member in enumerate(opened.members)
+        ],
+        "namespaces": [
+            {"name": info.name, "extent_bytes": info.extent_bytes, "quota_pages": info.quota_pages}
+            for info in opened.namespaces(deadline=deadline)
+        ],
+    }
+
+
+def _text(found: dict[str, Any]) -> list[str]:
+    lines = fields(
+        [
+            ("volume", found["name"]),
+            ("uuid", found["uuid"]),
+            ("strip size", format_size(found["strip_size_bytes"])),
+            ("size", format_size(found["size_bytes"])),
+            ("free", format_size(found["free_bytes"])),
+        ]
+    )
+    members = [
+        (each["member_index"], each["uri"], format_size(each["size_bytes"])) for each in found["members"]
+    ]
+    lines += ["", *table(members, header=("member", "device", "size"))]
+    namespaces = [
+        (each["name"], each["quota_pages"], format_size(each["extent_bytes"])) for each in found["namespaces"]
+    ]
+    if namespaces:
+        lines += ["", *table(namespaces, header=("KV namespace", "quota pages", "extent"))]
+    return lines
