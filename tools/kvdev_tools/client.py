@@ -75,7 +75,10 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
     )
     with (
         session,
-        opened_store(session, config.kv_namespace, geometry=geometry, timeout_s=config.timeout_s) as store,
+        opened_store(session, config.kv_namespace, geometry=geometry, timeout_s=config.timeout_s) as (
+            volume,
+            store,
+        ),
         Arena(config.arena_size_bytes) as arena,
         PageKernels() as kernels,
         ProgressFile(progress_path) as progress,

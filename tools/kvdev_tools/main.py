@@ -81,7 +81,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
     raise _TerminatedError
 
 
-def run(arguments: Sequence[str] | None = None, *, group: click.Group = cli) -> int:
+def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli) -> int:
     """Run one command line; returns its exit code. Whatever happens, at most one line of error, or a traceback."""
     with contextlib.suppress(ValueError):  # not in the main thread: the caller keeps its handlers
         signal.signal(signal.SIGTERM, _terminate)

@@ -154,4 +154,5 @@ def _bytes_before(offset: npt.NDArray[np.int64], member_index: int, volume: Volu
     """How many of the volume's first ``offset`` bytes lie on one member."""
     strip, count = volume.strip_size_bytes, len(volume.members)
     rows, rest = np.divmod(offset, strip * count)
-    return rows * strip + np.clip(rest - member_index * strip, 0, strip)
+    before: npt.NDArray[np.int64] = rows * strip + np.clip(rest - member_index * strip, 0, strip)
+    return before
