@@ -102,6 +102,7 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
             batch_page_count=config.batch_page_count,
             seed=config.seed,
         )
+        replayer.warm_up()
         try:
             for index, request in enumerate(config.requests()):
                 if index < first:

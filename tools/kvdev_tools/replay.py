@@ -54,6 +54,14 @@ class Replayer:
             block_count=tensors.block_count, blocks_per_page=tensors.blocks_per_page, seed=seed
         )
 
+    def warm_up(self) -> None:
+        """Have the kernels compiled before anything is timed: pack and unpack one page of nothing."""
+        table = self._blocks.take(1)
+        with self._arena.lease(1, self._page_size_bytes) as lease:
+            self._kernels.pack(self._tensors.paged_layout, table, lease)
+            self._kernels.unpack(self._tensors.paged_layout, table, lease)
+        self._blocks.give_back(table)
+
     def replay(self, request_index: int, request: Request) -> RequestRecord:
         """Serve one request as an engine would; what was restored is compared bit for bit."""
         keys = request_keys(request.hash_ids)
