@@ -89,15 +89,16 @@ class IndexStat:
 
 
 def _pointer(array: npt.NDArray[Any], kind: str) -> Any:
-    return ffi.cast(kind, array.ctypes.data)
+    """An array as a C array; refuses one that is not contiguous."""
+    return ffi.from_buffer(kind, array)
 
 
 def _keys(array: Uint8Array) -> Any:
-    return ffi.cast("uint8_t *", array.ctypes.data)
+    return ffi.from_buffer("uint8_t[]", array)
 
 
 def _grants(array: GrantArray) -> Any:
-    return ffi.cast("struct kvdev_grant *", array.ctypes.data)
+    return ffi.from_buffer("struct kvdev_grant[]", array)
 
 
 def entries_per_block(block_bytes: int) -> int:
@@ -152,7 +153,7 @@ class Table:
                 self.block_count,
                 self.slot_count,
                 self.uuid,
-                _pointer(bad, "uint32_t *"),
+                _pointer(bad, "uint32_t[]"),
                 bad_max,
             )
         )
@@ -225,7 +226,7 @@ class PageIndex:
             self.table.block_bytes,
             self.table.slot_count,
             lib.kvdev_index_dirty_map(self._handle),
-            _pointer(records, "struct kvdev_entry *"),
+            _pointer(records, "struct kvdev_entry[]"),
             len(records),
             first_sequence,
         )
@@ -250,7 +251,7 @@ class PageIndex:
 
     def contains(self, keys: Uint8Array) -> npt.NDArray[np.bool_]:
         found = np.empty(len(keys), dtype=np.bool_)
-        lib.kvdev_index_contains(self._handle, _keys(keys), len(keys), _pointer(found, "uint8_t *"))
+        lib.kvdev_index_contains(self._handle, _keys(keys), len(keys), _pointer(found, "uint8_t[]"))
         return found
 
     def longest_prefix(self, keys: Uint8Array) -> int:
@@ -271,10 +272,10 @@ class PageIndex:
             self._handle,
             _keys(keys),
             _grants(grants),
-            _pointer(crc32c, "uint32_t *"),
+            _pointer(crc32c, "uint32_t[]"),
             _keys(outcome),
             len(keys),
-            _pointer(done, "uint8_t *"),
+            _pointer(done, "uint8_t[]"),
         )
         self._check_room(code)
         return done
@@ -282,7 +283,7 @@ class PageIndex:
     def remove(self, keys: Uint8Array) -> npt.NDArray[np.bool_]:
         done = np.empty(len(keys), dtype=np.bool_)
         self._check_room(
-            lib.kvdev_index_remove(self._handle, _keys(keys), len(keys), _pointer(done, "uint8_t *"))
+            lib.kvdev_index_remove(self._handle, _keys(keys), len(keys), _pointer(done, "uint8_t[]"))
         )
         return done
 
@@ -290,14 +291,14 @@ class PageIndex:
         """Remove the entries that are still those of the grants."""
         done = np.empty(len(grants), dtype=np.bool_)
         self._check_room(
-            lib.kvdev_index_withdraw(self._handle, _grants(grants), len(grants), _pointer(done, "uint8_t *"))
+            lib.kvdev_index_withdraw(self._handle, _grants(grants), len(grants), _pointer(done, "uint8_t[]"))
         )
         return done
 
     def confirm(self, grants: GrantArray) -> npt.NDArray[np.bool_]:
         """Where the grant's entry is still the one it was given for."""
         valid = np.empty(len(grants), dtype=np.bool_)
-        lib.kvdev_index_confirm(self._handle, _grants(grants), len(grants), _pointer(valid, "uint8_t *"))
+        lib.kvdev_index_confirm(self._handle, _grants(grants), len(grants), _pointer(valid, "uint8_t[]"))
         return valid
 
     def evict(self, count: int) -> int:
@@ -313,9 +314,9 @@ class PageIndex:
             self._handle,
             _keys(keys),
             _grants(grants),
-            _pointer(crc32c, "uint32_t *"),
+            _pointer(crc32c, "uint32_t[]"),
             len(keys),
-            _pointer(valid, "uint8_t *"),
+            _pointer(valid, "uint8_t[]"),
         )
         return valid
 
@@ -323,18 +324,18 @@ class PageIndex:
         """The records due, in order; in flight until ``settle`` or ``fail``."""
         records = np.empty(self.pending_limit, dtype=ENTRY_DTYPE)
         count = lib.kvdev_index_collect(
-            self._handle, _pointer(records, "struct kvdev_entry *"), self.pending_limit
+            self._handle, _pointer(records, "struct kvdev_entry[]"), self.pending_limit
         )
         return records[:count]
 
     def settle(self, records: EntryArray) -> None:
         """The records are durable: slots they freed may be written again."""
-        lib.kvdev_index_settle(self._handle, _pointer(records, "struct kvdev_entry *"), len(records))
+        lib.kvdev_index_settle(self._handle, _pointer(records, "struct kvdev_entry[]"), len(records))
 
     def fail(self, records: EntryArray) -> int:
         """The records' fate is unknown: withdraw what they stored; returns how many entries that were."""
         return int(
-            lib.kvdev_index_fail(self._handle, _pointer(records, "struct kvdev_entry *"), len(records))
+            lib.kvdev_index_fail(self._handle, _pointer(records, "struct kvdev_entry[]"), len(records))
         )
 
     def drop_pending(self) -> int:
@@ -344,16 +345,16 @@ class PageIndex:
     def dirty_blocks(self) -> Uint32Array:
         """Table blocks that differ from media, ascending."""
         blocks = np.empty(self.table.block_count, dtype=np.uint32)
-        count = lib.kvdev_index_dirty_blocks(self._handle, _pointer(blocks, "uint32_t *"), len(blocks))
+        count = lib.kvdev_index_dirty_blocks(self._handle, _pointer(blocks, "uint32_t[]"), len(blocks))
         dirty: Uint32Array = blocks[:count].copy()
         return dirty
 
     def seal(self, blocks: Uint32Array, *, sequence: int, epoch: int) -> None:
         """Write the headers of table blocks: they include everything up to ``sequence``."""
-        lib.kvdev_index_seal(self._handle, _pointer(blocks, "uint32_t *"), len(blocks), sequence, epoch)
+        lib.kvdev_index_seal(self._handle, _pointer(blocks, "uint32_t[]"), len(blocks), sequence, epoch)
 
     def clear_dirty(self, blocks: Uint32Array) -> None:
-        lib.kvdev_index_clear_dirty(self._handle, _pointer(blocks, "uint32_t *"), len(blocks))
+        lib.kvdev_index_clear_dirty(self._handle, _pointer(blocks, "uint32_t[]"), len(blocks))
 
     def _check_room(self, code: int) -> None:
         if code == -errno.ENOBUFS:
@@ -364,7 +365,7 @@ class PageIndex:
 def find_duplicate(keys: Uint8Array) -> int | None:
     """Position of the first key that repeats an earlier one of the batch."""
     scratch = np.empty(max(4 * len(keys), 1), dtype=np.uint32)
-    place = int(lib.kvdev_index_find_duplicate(_keys(keys), len(keys), _pointer(scratch, "uint32_t *")))
+    place = int(lib.kvdev_index_find_duplicate(_keys(keys), len(keys), _pointer(scratch, "uint32_t[]")))
     return None if place == len(keys) else place
 
 
@@ -372,13 +373,13 @@ def copy_many(to: Uint64Array, source: Uint64Array, size_bytes: int) -> None:
     """Copy ``size_bytes`` between each pair of addresses; the caller keeps both sides alive."""
     if len(to) != len(source):
         raise UsageError(f"copy: expected as many sources as destinations, got {len(source)} and {len(to)}")
-    lib.kvdev_copy_many(_pointer(to, "uint64_t *"), _pointer(source, "uint64_t *"), size_bytes, len(to))
+    lib.kvdev_copy_many(_pointer(to, "uint64_t[]"), _pointer(source, "uint64_t[]"), size_bytes, len(to))
 
 
 def crc32c_many(addresses: Uint64Array, size_bytes: int) -> Uint32Array:
     """CRC32C of the bytes at each address."""
     out = np.empty(len(addresses), dtype=np.uint32)
     lib.kvdev_crc32c_many(
-        _pointer(addresses, "uint64_t *"), size_bytes, len(addresses), _pointer(out, "uint32_t *")
+        _pointer(addresses, "uint64_t[]"), size_bytes, len(addresses), _pointer(out, "uint32_t[]")
     )
     return out

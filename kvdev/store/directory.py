@@ -13,7 +13,7 @@ import numpy as np
 from kvdev.clock import Deadline
 from kvdev.errors import CorruptionError
 from kvdev.native.index import media_error
-from kvdev.store.media import MAGIC_RECORD, STRUCTURE_BYTES, UNIT_BYTES
+from kvdev.store.media import HEADER_SIZE_BYTES, MAGIC_RECORD, STRUCTURE_BYTES, UNIT_BYTES
 from kvdev.store.superblock import Record, Superblock, build_record, parse_record
 from kvdev.store.volume_io import MemberMask, VolumeIo
 
@@ -69,6 +69,8 @@ class Directory:
     def _judge(self, record_index: int, copies: list[bytes]) -> Place:
         place = Place()
         for copy_index, untrusted in enumerate(copies):
+            if not any(untrusted[:HEADER_SIZE_BYTES]):
+                continue  # the common case, without an exception
             slba = self.slba_of(record_index, copy_index)
             what = f"record {record_index} copy {copy_index} at LBA {slba}"
             try:
