@@ -153,6 +153,7 @@ class TargetService:
         self._discovery_generation = 1
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self.namespace_clear_timeout_s = NAMESPACE_CLEAR_TIMEOUT_S
         self.fault_log_count = 0
         """Connections that ended with a protocol fault of the host."""
         self._around = Surroundings(
@@ -367,7 +368,7 @@ class TargetService:
                 self._end_controller_locked(state, controller, "its subsystem was removed")
             self._discovery_changed_locked()
         for nsid in nsids:
-            self._core.clear_namespace(state.core_index, nsid, timeout_s=NAMESPACE_CLEAR_TIMEOUT_S)
+            self._core.clear_namespace(state.core_index, nsid, timeout_s=self.namespace_clear_timeout_s)
         self._core.destroy_subsystem(state.core_index, timeout_s=SUBSYSTEM_END_TIMEOUT_S)
 
     def subsystem_changed(self, nqn: str) -> None:
@@ -393,7 +394,7 @@ class TargetService:
             state = self._subsystems[nqn]
             had = state.namespaces.pop(nsid, None)
         if had is not None:
-            self._core.clear_namespace(state.core_index, nsid, timeout_s=NAMESPACE_CLEAR_TIMEOUT_S)
+            self._core.clear_namespace(state.core_index, nsid, timeout_s=self.namespace_clear_timeout_s)
         entry = subsystem.namespaces.get(nsid) if subsystem is not None else None
         with self._lock:
             if entry is not None and self._view is not None:
