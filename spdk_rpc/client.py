@@ -155,30 +155,31 @@ class Client:
         return self._socket
 
     def _connect(self, waiter: _Waiter) -> socket.socket:
-        remaining_s = waiter.remaining_s("connecting", is_fate_unknown=False)
-        try:
-            if isinstance(self._peer, tuple):
-                return socket.create_connection(self._peer, timeout=remaining_s)
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        failure: OSError | None = None
+        for family, address in self._peer_addresses():
             try:
-                connection.settimeout(remaining_s)
-                connection.connect(self._peer)
-            except BaseException:
-                connection.close()
-                raise
-            return connection
-        except TimeoutError:
-            raise waiter.timeout("connecting", is_fate_unknown=False) from None
-        except BlockingIOError:
-            raise RpcTransportError(
-                f"{self.address}: connect: the peer's backlog is full", address=self.address
-            ) from None
+                return _connect_one(family, address, waiter)
+            except TimeoutError:
+                raise waiter.timeout("connecting", is_fate_unknown=False) from None
+            except OSError as error:
+                failure = error
+        assert failure is not None, "a peer has at least one address"
+        raise self._unreachable(failure) from failure
+
+    def _unreachable(self, error: OSError) -> RpcTransportError:
+        is_backlog_full = isinstance(error, BlockingIOError)
+        reason = "the peer's backlog is full" if is_backlog_full else error.strerror or str(error)
+        code = 0 if isinstance(error, socket.gaierror) else error.errno or 0
+        return RpcTransportError(f"{self.address}: connect: {reason}", errno=code, address=self.address)
+
+    def _peer_addresses(self) -> list[tuple[socket.AddressFamily, Any]]:
+        if isinstance(self._peer, str):
+            return [(socket.AF_UNIX, self._peer)]
+        try:
+            found = socket.getaddrinfo(*self._peer, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise RpcTransportError(
-                f"{self.address}: connect: {error.strerror or error}",
-                errno=error.errno or 0,
-                address=self.address,
-            ) from error
+            raise self._unreachable(error) from error
+        return [(family, address) for family, _, _, _, address in found]
 
     def _send(self, waiter: _Waiter, connection: socket.socket, request: bytes) -> None:
         rest = memoryview(request)
@@ -269,6 +270,18 @@ def _build_request(method: str, params: Mapping[str, Any] | None, request_id: in
             f"{method}: request: expected at most {REQUEST_SIZE_LIMIT_BYTES} bytes, got {len(request)}"
         )
     return request
+
+
+def _connect_one(family: socket.AddressFamily, address: Any, waiter: _Waiter) -> socket.socket:
+    """Connect to one address; the deadline covers all of them. Raises OSError or RpcTimeoutError."""
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(waiter.remaining_s("connecting", is_fate_unknown=False))
+        connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _is_closed_by_peer(connection: socket.socket) -> bool:

@@ -402,6 +402,13 @@ def test_client_over_tcp() -> None:
     listening.close()
 
 
+def test_tcp_port_nobody_listens_on_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    with pytest.raises(RpcTransportError, match=f"127.0.0.1:{port}: connect: Connection refused"):
+        Client(f"127.0.0.1:{port}").call("m")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

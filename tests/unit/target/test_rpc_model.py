@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvdev.target.model import (
     DISCOVERY_NQN,
@@ -23,6 +25,7 @@ from kvdev.target.model import (
 )
 from kvdev.target.rpc_methods import RpcMethods
 from kvdev.testing.target_backend import MemoryBackend
+from spdk_rpc.framing import encode_value
 
 NQN = "nqn.2016-06.io.spdk:cnode1"
 
@@ -435,3 +438,78 @@ def test_get_bdevs_with_a_timeout_returns_as_soon_as_the_bdev_is_there(model: Ta
         return await asyncio.wait_for(waiting, 5)
 
     assert asyncio.run(wait_for_it())[0]["name"] == "Late"
+
+
+METHODS = RpcMethods(TargetModel(MemoryBackend())).fields()
+NAMES = st.sampled_from(
+    ["A", "B", "R", NQN, DISCOVERY_NQN, "tcp", "127.0.0.1", "0", "raid0", "all", "", "/dev/null"]
+)
+SCALARS = (
+    NAMES | st.integers(-2, 9) | st.just(512) | st.booleans() | st.none() | st.floats() | st.text(max_size=3)
+)
+NAMESPACES = st.fixed_dictionaries(
+    {"bdev_name": NAMES}, optional={"nsid": SCALARS, "eui64": SCALARS, "more": SCALARS}
+)
+ADDRESSES = st.fixed_dictionaries({"trtype": st.just("tcp"), "traddr": NAMES, "trsvcid": NAMES})
+UNTRUSTED = SCALARS | st.lists(SCALARS, max_size=2) | NAMESPACES | ADDRESSES
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[str, Any]:
+    """A call that is right more often than chance would make it."""
+    # Log levels belong to the whole process.
+    method = draw(st.sampled_from(sorted(name for name in METHODS if not name.startswith("log_set"))))
+    if draw(st.integers(0, 9)) == 0:
+        return method, draw(UNTRUSTED)
+    params = {}
+    for name, field in METHODS[method].items():
+        if field.is_required or draw(st.integers(0, 5)) == 0:
+            preferred = {
+                "namespace": NAMESPACES,
+                "listen_address": ADDRESSES,
+                "base_bdevs": st.just(["A", "B"]),
+            }
+            sizes = {"num_blocks": st.just(64), "block_size": st.just(512), "strip_size_kb": st.just(4)}
+            params[name] = draw(
+                sizes.get(name, preferred.get(name, UNTRUSTED)) if draw(st.booleans()) else UNTRUSTED
+            )
+    if params.get("timeout"):
+        params["timeout"] = 0
+    return method, params or None
+
+
+@given(st.lists(calls(), max_size=12))
+def test_untrusted_calls_raise_only_refusals_and_keep_the_invariants(sequence: list[tuple[str, Any]]) -> None:
+    backend = MemoryBackend(memory_limit_bytes=1 << 20)
+    model = TargetModel(backend)
+    methods = RpcMethods(model)
+
+    async def run_all() -> None:
+        for method, params in sequence:
+            try:
+                encode_value(await methods.call(method, params))
+            except SpdkError as error:
+                encode_value([error.code, error.message])
+            check_invariants(model, backend)
+
+    try:
+        asyncio.run(run_all())
+    finally:
+        backend.stop(timeout_s=1)
+
+
+def check_invariants(model: TargetModel, backend: MemoryBackend) -> None:
+    """Claims, raids, namespaces and listeners agree with each other and with the backend."""
+    names = {bdev.name for bdev in model.bdevs()}
+    assert {bdev.handle for bdev in model.bdevs()} == backend.open_bdevs.keys()
+    claimed = [entry.bdev_name for each in model.subsystems() for entry in each.namespaces.values()]
+    claimed += [name for raid in model.raids() for name in raid.discovered]
+    assert len(claimed) == len(set(claimed)) and set(claimed) <= names
+    assert {name for name in names if model.is_claimed(name)} == set(claimed)
+    assert {raid.name for raid in model.raids() if raid.state == "online"} == {
+        bdev.name for bdev in model.bdevs() if bdev.kind is BdevKind.RAID0
+    }
+    listeners = {
+        (each.address, each.port) for subsystem in model.subsystems() for each in subsystem.listeners
+    }
+    assert listeners == backend.listeners.keys()
