@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvdev.block.device import BlockDevice
 from kvdev.block.file import FileDevice
@@ -20,7 +20,7 @@ from kvdev.errors import CorruptionError, KvdevError, UnsupportedError, UsageErr
 from kvdev.initiator.controller import Controller
 from kvdev.initiator.discovery import discover
 from kvdev.initiator.host import HostIdentity
-from kvdev.initiator.namespace import open_namespace, scan
+from kvdev.initiator.namespace import NamespaceInfo, open_namespace, scan
 from kvdev.initiator.options import ControllerOptions
 from kvdev.native.admin import AdminThread
 from kvdev.native.queue import HostQueue
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from kvdev.geometry import Geometry
     from kvdev.store.namespace import KvNamespace
     from kvdev.store.volume import Volume
+
+Scans: TypeAlias = dict[Controller, list[NamespaceInfo]]
 
 log = logging.getLogger("kvdev.session")
 
@@ -139,13 +141,17 @@ class Session:
         self._check_open()
         if isinstance(uri, str):
             uri = parse_device_uri(uri)
-        deadline = deadline or Deadline.after(OPEN_TIMEOUT_S)
+        return self._open_device(uri, {}, deadline or Deadline.after(OPEN_TIMEOUT_S))
+
+    def _open_device(self, uri: DeviceUri, scans: Scans, deadline: Deadline) -> BlockDevice:
+        """One device; ``scans`` keeps what was identified, so that many namespaces cost one scan."""
         if isinstance(uri, MemUri):
             return self._open_memory(uri)
         device: BlockDevice
         if isinstance(uri, TcpUri):
             controller = self.controller(uri, deadline=deadline)
-            device = open_namespace(controller, uri.nsid, self.queue, deadline=deadline)
+            infos = self._scan(controller, scans, deadline)
+            device = open_namespace(controller, uri.nsid, self.queue, infos=infos, deadline=deadline)
         elif isinstance(uri, FileUri):
             device = FileDevice(uri.path)
         else:
@@ -165,13 +171,14 @@ class Session:
         if isinstance(uri, str):
             uri = parse_volume_uri(uri)
         deadline = deadline or Deadline.after(OPEN_TIMEOUT_S)
+        scans: Scans = {}
         uris: list[DeviceUri] = list(uri.members)
         if uri.subsystem is not None:
-            uris += self._namespace_uris(uri.subsystem, deadline)
+            uris += self._namespace_uris(uri.subsystem, scans, deadline)
         members: list[BlockDevice] = []
         try:
             for member_uri in uris:
-                members.append(self.open_device(member_uri, deadline=deadline))
+                members.append(self._open_device(member_uri, scans, deadline))
         except BaseException:
             self._release(members)
             raise
@@ -241,9 +248,14 @@ class Session:
             if not isinstance(device, MemoryDevice):
                 device.close()
 
-    def _namespace_uris(self, subsystem: TcpUri, deadline: Deadline) -> list[DeviceUri]:
+    def _scan(self, controller: Controller, scans: Scans, deadline: Deadline) -> list[NamespaceInfo]:
+        if controller not in scans:
+            scans[controller] = scan(controller, deadline=deadline)
+        return scans[controller]
+
+    def _namespace_uris(self, subsystem: TcpUri, scans: Scans, deadline: Deadline) -> list[DeviceUri]:
         controller = self.controller(subsystem, deadline=deadline)
-        infos = scan(controller, deadline=deadline)
+        infos = self._scan(controller, scans, deadline)
         for info in infos:
             if info.problem:
                 log.warning("%s nsid %d: left out: %s", controller.where, info.nsid, info.problem)

@@ -29,9 +29,12 @@ from kvdev.errors import (
 from kvdev.native.io import (
     IO_DONE_DTYPE,
     IO_DTYPE,
+    OPCODE_COMPARE,
+    OPCODE_DSM,
     OPCODE_FLUSH,
     OPCODE_READ,
     OPCODE_WRITE,
+    OPCODE_WRITE_ZEROES,
     IoArray,
     IoDoneArray,
     address_of,
@@ -151,12 +154,43 @@ def status_fields(status: int) -> tuple[int, int, bool]:
     return (status >> 8) & 0x7, status & 0xFF, bool(status & 0x4000)
 
 
+_OPCODE_NAMES = {
+    OPCODE_FLUSH: "flush",
+    OPCODE_WRITE: "write",
+    OPCODE_READ: "read",
+    OPCODE_COMPARE: "compare",
+    OPCODE_WRITE_ZEROES: "write zeroes",
+    OPCODE_DSM: "deallocate",
+}
+_STATUS_NAMES = {
+    (0, 0x02): "invalid field",
+    (0, 0x04): "data transfer error",
+    (0, 0x06): "internal error",
+    (0, 0x07): "abort requested",
+    (0, 0x0B): "invalid namespace or format",
+    (0, 0x20): "namespace is write protected",
+    (0, 0x21): "command interrupted",
+    (0, 0x22): "transient transport error",
+    (0, 0x80): "LBA out of range",
+    (0, 0x81): "capacity exceeded",
+    (0, 0x82): "namespace not ready",
+    (0, 0x83): "reservation conflict",
+    (1, 0x82): "write to a read-only range",
+    (2, 0x80): "write fault",
+    (2, 0x81): "unrecovered read error",
+    (2, 0x85): "compare failure",
+    (2, 0x86): "access denied",
+}
+"""Words for the statuses an operator meets on reads and writes (Base 4.2.3)."""
+
+
 def error_of(*, error: int, status: int, opcode: int, slba: int, uri: str) -> KvdevError:
     """The exception that one failed command means; ``error`` is the completion's −errno."""
+    where = f"{uri}: {_OPCODE_NAMES.get(opcode, f'opcode 0x{opcode:02x}')} at LBA {slba}"
     if status:
         sct, sc, dnr = status_fields(status)
         return CommandError(
-            f"{uri}: opcode 0x{opcode:02x} at LBA {slba}: expected status 0x0/0x00, got 0x{sct:x}/0x{sc:02x}",
+            f"{where}: expected success, got status 0x{sct:x}/0x{sc:02x} {_STATUS_NAMES.get((sct, sc), '')}".rstrip(),
             opcode=opcode,
             sct=sct,
             sc=sc,
@@ -164,12 +198,13 @@ def error_of(*, error: int, status: int, opcode: int, slba: int, uri: str) -> Kv
             slba=slba,
         )
     number = -error
-    what = f"{uri}: opcode 0x{opcode:02x} at LBA {slba}: {os.strerror(number)}"
     if number in (errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE):
-        return ConnectionLostError(what, errno=number, trid=uri)
+        what = "connection lost: the target is gone or has dropped it; what was flushed is there on reopen"
+        return ConnectionLostError(f"{where}: {what}", errno=number, trid=uri)
     if number in (errno.ETIMEDOUT, errno.ECANCELED):
-        return DeadlineError(what, operation=f"opcode 0x{opcode:02x}", trid=uri)
-    return TransportError(what, errno=number, trid=uri)
+        operation = _OPCODE_NAMES.get(opcode, f"opcode 0x{opcode:02x}")
+        return DeadlineError(f"{where}: no completion in time", operation=operation, trid=uri)
+    return TransportError(f"{where}: {os.strerror(number)}", errno=number, trid=uri)
 
 
 def run_batch(queue: IoQueue, ios: IoArray, deadline: Deadline) -> IoDoneArray:

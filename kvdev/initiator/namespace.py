@@ -210,21 +210,29 @@ def _identifier(value: bytes | None) -> bytes | None:
 
 
 def open_namespace(
-    controller: Controller, nsid: int | None, queue: HostQueue, *, deadline: Deadline
+    controller: Controller,
+    nsid: int | None,
+    queue: HostQueue,
+    *,
+    infos: Sequence[NamespaceInfo] | None = None,
+    deadline: Deadline,
 ) -> NvmeNamespace:
     """An active namespace as a block device on ``queue``; the controller's queue pairs are attached to it.
+
+    ``infos`` is a ``scan`` of the same controller that is still fresh; without it, one is made.
 
     Raises UsageError when the id is not active (naming those that are) and UnsupportedError when the
     namespace cannot be used, with the reason.
     """
-    infos = {info.nsid: info for info in scan(controller, deadline=deadline)}
-    names = ", ".join(str(active) for active in list(infos)[:16]) or "none"
-    if nsid is None or nsid not in infos:
+    if infos is None:
+        infos = scan(controller, deadline=deadline)
+    info = next((info for info in infos if info.nsid == nsid), None)
+    if info is None:
+        names = ", ".join(str(active.nsid) for active in infos[:16]) or "none"
         got = "none" if nsid is None else str(nsid)
         raise UsageError(
             f"{controller.where}: nsid: expected one of the active namespaces ({names}), got {got}"
         )
-    info = infos[nsid]
     if info.problem:
         raise UnsupportedError(f"{controller.where} nsid {nsid}: {info.problem}", feature="namespace")
     qpair_indexes = controller.attach(queue, deadline=deadline)
