@@ -44,7 +44,7 @@ void target_poller_kick(struct poller *poller)
 
 void target_scan_all(struct kvdev_target *target)
 {
-    for (uint32_t i = 0; i < target->opts.poller_count; i++) {
+    for (uint32_t i = 0; target->pollers && i < target->opts.poller_count; i++) {
         atomic_store(&target->pollers[i].scan, 1);
         target_poller_kick(&target->pollers[i]);
     }
@@ -624,7 +624,7 @@ static uint32_t control_take(struct kvdev_target *target, struct kvdev_target_ev
             target->control_closed_last = NULL;
         events[n++] = connection->closed_event;
         struct poller *poller = connection->poller;
-        connection->was_closed_event_taken = 1; /* its poller may free it from here on */
+        atomic_store(&connection->was_closed_event_taken, 1); /* its poller may free it from here on */
         atomic_store(&poller->scan, 1);
         target_poller_kick(poller);
     }

@@ -98,6 +98,7 @@ static void respond(struct request *request)
         request->segments[1] = (struct segment){ request->data, request->data_len };
         size_t tail = at;
         if (link->ddgst) {
+            /* A write to these blocks before they are sent makes the digest wrong: the host retries. */
             kvdev_pdu_build_ddgst(request->head + at, kvdev_crc32c(0, request->data, request->data_len));
             at += KVDEV_PDU_DIGEST_BYTES;
         }
@@ -197,7 +198,9 @@ static void execute(struct request *request)
     struct connection *connection = request->connection;
     struct kvdev_bdev_info info;
     kvdev_bdev_info_read(request->bdev, &info);
-    if (info.may_block) {
+    int is_long_fill = request->length > TARGET_INLINE_FILL_MAX &&
+                       (request->op == KVDEV_BDEV_OP_WRITE_ZEROES || request->op == KVDEV_BDEV_OP_DEALLOCATE);
+    if (info.may_block || is_long_fill) {
         request->state = REQUEST_EXECUTING;
         connection->lent++;
         target_work_push(connection->target, request);
@@ -233,6 +236,7 @@ static void data_ready(struct request *request)
         for (uint32_t at = 0; at < request->data_len; at += DSM_RANGE_BYTES) {
             uint64_t lba_count = kvdev_load_le32(request->data + at + 4);
             uint64_t slba = kvdev_load_le64(request->data + at + 8);
+            request->length += lba_count * info.block_size;
             if (slba > info.block_count || lba_count > info.block_count - slba) {
                 fail(request, ST_LBA_RANGE);
                 return;

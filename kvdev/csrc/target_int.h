@@ -24,7 +24,7 @@
 #define TARGET_TICK_MS 20            /* while a connection waits for a deadline */
 #define TARGET_STASH_BYTES 4096      /* largest logical block sent whole from a memory device */
 #define TARGET_HEAD_BYTES 352        /* header, data digest and response of one command */
-#define TARGET_DSM_RANGES_MAX 256
+#define TARGET_INLINE_FILL_MAX ((uint64_t)1 << 20) /* a longer fill is a worker's: a poller serves others meanwhile */
 
 /* NVMe status codes as kvdev_target_completion.status has them. */
 #define ST_SUCCESS 0x0000
@@ -149,7 +149,6 @@ struct connection {
     uint8_t state;
     uint8_t is_dirty;
     uint8_t wants_out;
-    uint8_t was_closed_event_taken; /* under control_lock */
     uint8_t is_connecting;
     uint8_t sq_flow_control_off;
     uint8_t shut;
@@ -165,6 +164,7 @@ struct connection {
     int32_t controller_index;
     struct target_controller *controller;
     _Atomic uint32_t kill;
+    _Atomic uint32_t was_closed_event_taken; /* by the control thread, which touches it no more */
     uint64_t deadline_ns; /* of WAIT_IC, WAIT_CONNECT, LINGER */
     struct kvdev_target_transport transport;
     struct kvdev_pdu_rx rx;

@@ -232,10 +232,7 @@ static void connections_reap(struct poller *poller)
             link = &connection->next_of_poller;
             continue;
         }
-        pthread_mutex_lock(&target->control_lock);
-        int is_taken = connection->was_closed_event_taken;
-        pthread_mutex_unlock(&target->control_lock);
-        if (!is_taken) {
+        if (!atomic_load(&connection->was_closed_event_taken)) {
             link = &connection->next_of_poller;
             continue;
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import errno
 import os
+import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -83,6 +84,7 @@ class NativeBdev:
     def __init__(self, pointer: Any, members: tuple[NativeBdev, ...] = ()) -> None:
         self._pointer = pointer
         self._members = members  # they must outlive a raid0
+        self._lock = threading.Lock()  # an operation of this process against close
 
     @classmethod
     def memory(cls, *, block_size_bytes: int, block_count: int, populate: bool = False) -> NativeBdev:
@@ -126,9 +128,10 @@ class NativeBdev:
 
     def close(self) -> None:
         """Release it; no namespace and no raid0 may use it any more."""
-        if self._pointer is not None:
-            lib.kvdev_bdev_destroy(self._pointer)
-            self._pointer = None
+        with self._lock:
+            pointer, self._pointer = self._pointer, None
+            if pointer is not None:
+                lib.kvdev_bdev_destroy(pointer)
 
     def info(self) -> NativeBdevInfo:
         info = ffi.new("struct kvdev_bdev_info *")
@@ -152,7 +155,13 @@ class NativeBdev:
         lib.kvdev_bdev_stat_reset(self._pointer)
 
     def _execute(self, op: int, offset: int, length: int, buffer: Any, flags: int = 0) -> None:
-        _check(lib.kvdev_bdev_execute(self._pointer, op, flags, offset, length, buffer), "bdev operation")
+        _check(self._try(op, offset, length, buffer, flags), "bdev operation")
+
+    def _try(self, op: int, offset: int, length: int, buffer: Any, flags: int = 0) -> int:
+        with self._lock:
+            if self._pointer is None:
+                return -errno.EBADF
+            return int(lib.kvdev_bdev_execute(self._pointer, op, flags, offset, length, buffer))
 
     def read(self, offset: int, length: int) -> bytes:
         """Bytes of whole blocks; the caller waits for the disk."""
@@ -168,9 +177,7 @@ class NativeBdev:
 
     def compare(self, offset: int, data: bytes) -> bool:
         buffer = ffi.from_buffer("uint8_t[]", bytearray(data))
-        result = lib.kvdev_bdev_execute(
-            self._pointer, lib.KVDEV_BDEV_OP_COMPARE, 0, offset, len(data), buffer
-        )
+        result = self._try(lib.KVDEV_BDEV_OP_COMPARE, offset, len(data), buffer)
         if result == -errno.EILSEQ:
             return False
         _check(result, "bdev compare")

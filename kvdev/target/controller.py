@@ -167,6 +167,8 @@ class Surroundings:
     drop_io_queues: Callable[[Controller], None]
     complete_held: Callable[[Controller, int, Answer], None]
     """Complete an Asynchronous Event Request by its handle."""
+    flush_for_shutdown: Callable[[Controller], None]
+    """Make everything durable, then call ``shutdown_done``: at once where nothing is cached."""
 
 
 @dataclass
@@ -341,10 +343,18 @@ class Controller:
         self.around.set_ready(self, True)
 
     def _shut_down(self) -> None:
-        """Everything a command did is where Flush would put it for a memory or file bdev's user; the
-        I/O queues stop at once (Base 3.6.2)."""
+        """Stop the I/O queues, then make durable what they wrote (Base 3.6.2)."""
         self.around.set_ready(self, False)
-        self.csts = replace(self.csts, shst=Shst.COMPLETE)
+        self.csts = replace(self.csts, shst=Shst.OCCURRING)
+        if self.cc.shn == Shn.NORMAL:
+            self.around.flush_for_shutdown(self)
+        else:
+            self.shutdown_done()
+
+    def shutdown_done(self) -> None:
+        """Report the shutdown as complete, unless a reset has overtaken it."""
+        if self.csts.shst == Shst.OCCURRING:
+            self.csts = replace(self.csts, shst=Shst.COMPLETE)
 
     def _reset(self) -> None:
         """Controller reset: I/O queues are gone, the Admin queue stays (Base 3.7.2)."""

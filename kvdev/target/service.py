@@ -156,6 +156,8 @@ class TargetService:
         self.namespace_clear_timeout_s = NAMESPACE_CLEAR_TIMEOUT_S
         self.fault_log_count = 0
         """Connections that ended with a protocol fault of the host."""
+        self.expired_count = 0
+        """Associations that ended for want of a Keep Alive."""
         self._around = Surroundings(
             namespaces=self._namespaces_of,
             io_totals=self._io_totals,
@@ -163,6 +165,7 @@ class TargetService:
             set_ready=self._set_ready,
             drop_io_queues=self._drop_io_queues,
             complete_held=self._complete_held,
+            flush_for_shutdown=self._flush_for_shutdown,
         )
 
     # ---- life ----
@@ -508,6 +511,31 @@ class TargetService:
         del controller
         self._core.complete(handle, status=answer.status, dw0=answer.dw0)
 
+    def _flush_for_shutdown(self, controller: Controller) -> None:
+        cached = []
+        for facts in self._namespaces_of(controller.subsystem.nqn).values():
+            bdev = self._view.bdev(facts.entry.bdev_name) if self._view is not None else None
+            native = self._bdevs.get(bdev.handle) if bdev is not None else None
+            if native is not None and facts.has_volatile_cache:
+                cached.append(native)
+        if not cached:
+            controller.shutdown_done()
+            return
+
+        def flush() -> None:
+            for native in cached:
+                try:
+                    native.flush()
+                except OSError as error:
+                    # The host has no status for this; it must not read "complete" over lost data.
+                    log.error("target: flush at shutdown of %s: %s", controller.subsystem.nqn, error)
+                    return
+            with self._lock:
+                controller.shutdown_done()
+
+        # Off the control thread: a disk may take longer than a host's keep alive.
+        threading.Thread(target=flush, name="kvdev-target-flush", daemon=True).start()
+
     # ---- discovery ----
 
     def _discovery_changed_locked(self) -> None:
@@ -577,12 +605,13 @@ class TargetService:
         for state in self._subsystems.values():
             for controller in list(state.controllers.values()):
                 if controller.is_timer_active and now_ns >= controller.expires_ns:
+                    self.expired_count += 1
                     self._end_controller_locked(
                         state, controller, f"no Keep Alive for {controller.kato_ms} ms"
                     )
 
     def _end_controller_locked(self, state: _SubsystemState, controller: Controller, reason: str) -> None:
-        log.warning(
+        log.info(
             "target: controller %d of %s, host %s: ended: %s",
             controller.cntlid,
             controller.subsystem.nqn,

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvdev.native.target import CoreOptions
 from kvdev.target.model import Transport
+from kvdev.target.service import TargetOptions
 from kvdev.testing.raw_host import (
     C2H_DATA,
     CAPSULE_RESP,
@@ -392,6 +394,63 @@ def test_a_readonly_namespace_refuses_writes(tmp_path: Path) -> None:
             reply = io.execute(write(0, bytes(BLOCK), nsid=nsid), bytes(BLOCK))
             assert reply.cqe.status & 0x7FF == Status.NAMESPACE_WRITE_PROTECTED
             assert io.execute(read(0, 1, nsid=nsid)).data == path.read_bytes()[:BLOCK]
+
+
+def test_a_normal_shutdown_flushes_file_namespaces(tmp_path: Path) -> None:
+    from kvdev.wire.fabrics import Cc, Csts, Property, Shn, Shst
+
+    path = tmp_path / "disk"
+    path.write_bytes(bytes(16 * BLOCK))
+    with running_target(namespace_count=0) as target:
+        nsid = target.add_file_namespace(str(path))
+        with connected_admin(target.address, target.port, target.nqn) as admin:
+            before = target.bdev(nsid).stat().flush_count
+            cc = Cc(en=1, iosqes=6, iocqes=4, shn=Shn.NORMAL)
+            assert admin.property_set(Property.CC, cc.build()).cqe.is_success
+            wait_until(lambda: Csts.parse(admin.property_get(Property.CSTS, 4).cqe.dw0).shst == Shst.COMPLETE)
+            assert target.bdev(nsid).stat().flush_count == before + 1
+
+
+def test_a_long_fill_leaves_the_poller_free(rng: np.random.Generator) -> None:
+    size = 64 << 20
+    with (
+        running_target(namespace_size_bytes=size) as target,
+        connected_admin(target.address, target.port, target.nqn) as admin,
+        connected_io(admin, target.nqn) as io,
+    ):
+        target.bdev(1).write(0, random_bytes(rng, 1 << 20) * (size >> 20))
+        zero = build_read_write(
+            NvmOpcode.WRITE_ZEROES, nsid=1, slba=1, lba_count=size // BLOCK - 2, byte_count=0
+        )
+        assert io.execute(zero).cqe.is_success
+        assert target.bdev(1).read(BLOCK, size - 2 * BLOCK) == bytes(size - 2 * BLOCK)
+        assert any(target.bdev(1).read(0, BLOCK)) and any(target.bdev(1).read(size - BLOCK, BLOCK))
+        whole = DsmRange(slba=0, lba_count=size // BLOCK).build()
+        assert io.execute(build_dsm_deallocate(nsid=1, range_count=1), whole).cqe.is_success
+        assert target.bdev(1).read(0, size) == bytes(size)
+
+
+def test_several_pollers_share_the_connections(rng: np.random.Generator) -> None:
+    options = TargetOptions(core=CoreOptions(poller_count=3))
+    with (
+        running_target(namespace_count=2, options=options) as target,
+        connected_admin(target.address, target.port, target.nqn) as admin,
+    ):
+        queues = [connected_io(admin, target.nqn, qid=qid) for qid in range(1, 7)]
+        groups = target.service.poll_groups()
+        assert [group.current_io_qpairs for group in groups] == [2, 2, 2]
+        data = [random_bytes(rng, 32 * BLOCK) for _ in queues]
+        for turn, (queue, piece) in enumerate(zip(queues, data, strict=True)):
+            queue.send(queue.capsule(replace(write(turn * 32, piece, cid=turn), sgl_type=0x5A)))
+        for turn, (queue, piece) in enumerate(zip(queues, data, strict=True)):
+            assert queue.finish(turn, piece).cqe.is_success
+        for turn, queue in enumerate(queues):
+            other = (turn + 1) % len(queues)
+            assert queue.execute(read(other * 32, 32)).data == data[other]
+        admin.close()
+        for queue in queues:
+            assert queue.wait_closed() == b""
+            queue.close()
 
 
 def test_a_raid0_namespace_maps_as_its_formula(rng: np.random.Generator) -> None:

@@ -17,7 +17,7 @@ from kvdev.target.controller import (
     Surroundings,
 )
 from kvdev.target.model import ListenAddress, NamespaceEntry, Subsystem, Transport
-from kvdev.wire.fabrics import Cap, Cc, Crto, Csts, Property, PropertyCommand, Shn
+from kvdev.wire.fabrics import Cap, Cc, Crto, Csts, Property, PropertyCommand, Shn, Shst
 from kvdev.wire.features import AsyncEventConfig, Fid, NumberOfQueues
 from kvdev.wire.identify import (
     Cns,
@@ -64,6 +64,7 @@ class Around:
     ready: list[bool] = field(default_factory=list)
     dropped: int = 0
     completed: list[tuple[int, Answer]] = field(default_factory=list)
+    flushing: list[Controller] = field(default_factory=list)
 
     def surroundings(self) -> Surroundings:
         def namespaces(nqn: str) -> Mapping[int, NamespaceFacts]:
@@ -79,6 +80,7 @@ class Around:
             set_ready=lambda controller, is_ready: self.ready.append(is_ready),
             drop_io_queues=drop,
             complete_held=lambda controller, handle, answer: self.completed.append((handle, answer)),
+            flush_for_shutdown=self.flushing.append,
         )
 
 
@@ -166,6 +168,9 @@ def test_enable_reset_and_shutdown_reach_the_data_path() -> None:
     run(controller, property_set(Cc(en=1)))
     run(controller, property_set(Cc(en=1, shn=Shn.NORMAL)))
     assert around.ready[2:] == [True, False] and not controller.is_timer_active
+    assert around.flushing == [controller] and controller.csts.shst == Shst.OCCURRING
+    controller.shutdown_done()
+    assert controller.csts.shst == Shst.COMPLETE
 
 
 def test_a_reset_forgets_features_and_ends_held_requests() -> None:
