@@ -37,7 +37,7 @@ from kvdev.store.directory import Directory
 from kvdev.store.geometry_block import read_geometry
 from kvdev.store.journal import Journal
 from kvdev.store.lock import OwnerLock, boot_id, start_ticks
-from kvdev.store.page_io import PageIo
+from kvdev.store.page_io import page_io_of
 from kvdev.store.superblock import FLAG_CLEAN, Record
 from kvdev.store.volume_io import MemberMask, VolumeIo
 
@@ -150,13 +150,7 @@ class KvNamespace:
                 f"{self.what}: page size: expected {self.geometry.page_size_bytes} by its geometry, "
                 f"got {record.page_size_bytes}"
             )
-        self.page_io = PageIo(
-            self._io,
-            data_slba=record.data_slba,
-            slot_blocks=record.slot_blocks,
-            slot_count=record.slot_count,
-            page_size_bytes=record.page_size_bytes,
-        )
+        self.page_io = page_io_of(self._io, record)
         block_bytes = self._io.block_size_bytes
         blocks = self._io.read(
             record.table_slba, record.table_block_count + record.spare_block_count, deadline
@@ -495,6 +489,25 @@ class KvNamespace:
             entries = self._index.table.entries()
             live: EntryArray = entries[entries["state"] == 1]
             return live
+
+    @property
+    def table_slba(self) -> int:
+        return self._record.table_slba
+
+    @property
+    def entries_per_table_block(self) -> int:
+        return self._journal.records_per_block
+
+    def slot_slba(self, slot_index: int) -> int:
+        """First logical block of a slot, in the volume's blocks."""
+        return self._record.data_slba + slot_index * self._record.slot_blocks
+
+    def member_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of stored pages on each member (on one sum, where a RAID0 device hides the members)."""
+        record = self._record
+        slots = self.entries()["slot_index"].astype(np.uint64)
+        slba = np.uint64(record.data_slba) + slots * np.uint64(record.slot_blocks)
+        return self._io.member_bytes(slba, record.slot_blocks)
 
     def close(self, *, deadline: Deadline | None = None) -> None:
         """Flush, write the table, mark the record clean, and give the locks back; twice does nothing.

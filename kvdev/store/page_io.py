@@ -22,6 +22,7 @@ from kvdev.native.index import (
     crc32c_many,
 )
 from kvdev.native.io import OPCODE_READ, OPCODE_WRITE, address_of
+from kvdev.store.superblock import Record
 from kvdev.store.volume_io import ExtentResult, MemberMask, VolumeIo
 
 Uint64Array = npt.NDArray[np.uint64]
@@ -144,6 +145,17 @@ class PageIo:
             outcome[error != 0] = OUTCOME_FAILED
             outcome[result.has_unknown_fate] = OUTCOME_UNKNOWN
         return PageResult(error, crc32c, outcome, result.members, result.first_error(self._io.device.uri))
+
+
+def page_io_of(io: VolumeIo, record: Record) -> PageIo:
+    """Page I/O on the slots of a KV namespace's record."""
+    return PageIo(
+        io,
+        data_slba=record.data_slba,
+        slot_blocks=record.slot_blocks,
+        slot_count=record.slot_count,
+        page_size_bytes=record.page_size_bytes,
+    )
 
 
 def _fold_tails(result: ExtentResult, page_count: int) -> ExtentResult:

@@ -36,6 +36,7 @@ from kvdev.store.label import (
 from kvdev.store.lock import OwnerLock
 from kvdev.store.media import NAME_BYTES, STRUCTURE_BYTES, UNIT_BYTES
 from kvdev.store.namespace import KvNamespace, Mode
+from kvdev.store.page_io import PageIo, page_io_of
 from kvdev.store.plan import NamespacePlan, pages_within, plan_namespace
 from kvdev.store.signature import find_signatures, find_users, wipe
 from kvdev.store.superblock import (
@@ -140,7 +141,7 @@ class Volume:
             write_blocks(member, 0, build_label(label), deadline)
             flush(member, deadline)
         io = VolumeIo(stripe, strip_size_bytes=strip_size_bytes)
-        for copy_index, slba in enumerate(_superblock_slbas(len(members), stripe)):
+        for copy_index, slba in enumerate(superblock_slbas(superblock)):
             # One after the other: a crash never finds both half written.
             data = build_superblock(superblock, copy_index=copy_index)
             io.flush(io.write(slba, data, deadline), deadline)
@@ -410,6 +411,10 @@ class Volume:
                 lock.release()
             raise
 
+    def open_page_io(self, name: str, *, deadline: Deadline) -> PageIo:
+        """A data-only handle: reads and writes pages by grants that the owner hands out, takes no lock."""
+        return page_io_of(self.io, self.namespace(name, deadline=deadline).record)
+
     def delete_namespace(self, name: str, *, deadline: Deadline) -> None:
         """Remove a KV namespace and free its extent; refused while it has an owner on this host."""
         volume_lock = self._lock_volume()
@@ -544,14 +549,12 @@ def _lay_out(name: str, stripe: StripeDevice, row_count: int) -> Superblock:
     )
 
 
-def _superblock_slbas(member_count: int, stripe: BlockDevice, strip_blocks: int = 0) -> tuple[int, int]:
+def superblock_slbas(superblock: Superblock | Label) -> tuple[int, int]:
     """Behind the labels of members 0 and 1, or twice on a single member, each in a unit of its own."""
-    unit_blocks = UNIT_BYTES // stripe.block_size_bytes
-    if member_count == 1:
+    unit_blocks = UNIT_BYTES // superblock.block_size_bytes
+    if superblock.member_count == 1:
         return unit_blocks, 2 * unit_blocks
-    if isinstance(stripe, StripeDevice):
-        strip_blocks = stripe.strip_blocks
-    return unit_blocks, strip_blocks + unit_blocks
+    return unit_blocks, superblock.strip_size_bytes // superblock.block_size_bytes + unit_blocks
 
 
 def _check_unused(members: Sequence[BlockDevice], destroy: frozenset[str], deadline: Deadline) -> None:
@@ -686,8 +689,7 @@ def _read_superblock(io: VolumeIo, label: Label, deadline: Deadline) -> Superblo
     """The newest intact copy; refused when neither is, or when it contradicts the labels."""
     found: list[Superblock] = []
     problems: list[str] = []
-    strip_blocks = label.strip_size_bytes // label.block_size_bytes
-    for index, slba in enumerate(_superblock_slbas(label.member_count, io.device, strip_blocks)):
+    for index, slba in enumerate(superblock_slbas(label)):
         what = f"volume {label.volume_name!r}: superblock copy {index} at LBA {slba}"
         data = io.read(slba, 1, deadline).tobytes()[:STRUCTURE_BYTES]
         try:

@@ -74,7 +74,7 @@ class ExtentResult:
 
 
 class VolumeIo:
-    """Reads and writes extents of a volume's blocks; keeps no state besides the devices."""
+    """Reads and writes extents of a volume's blocks, and counts the bytes moved on each member."""
 
     def __init__(self, device: BlockDevice, *, strip_size_bytes: int) -> None:
         """``device`` is a StripeDevice over the members, or one RAID0 device that hides them."""
@@ -90,6 +90,8 @@ class VolumeIo:
             limit = min(strip_size_bytes, device.max_transfer_bytes) // device.block_size_bytes
             self.unit_blocks = 1 << (limit.bit_length() - 1)
             self._direct_queue = None
+        self.read_bytes = np.zeros(self.member_count, dtype=np.int64)
+        self.written_bytes = np.zeros(self.member_count, dtype=np.int64)
 
     def no_members(self) -> MemberMask:
         return np.zeros(self.member_count, dtype=np.bool_)
@@ -127,7 +129,7 @@ class VolumeIo:
         )
         if self._stripe is not None and self._direct_queue is not None:
             # Pieces lie within one strip already: they go to the members' queue without a second mapping.
-            members = self._touched(self._stripe.locate(ios, piece_slba, piece_blocks))
+            member_index = self._stripe.locate(ios, piece_slba, piece_blocks)
             queue = self._direct_queue
         else:
             ios["slba"] = piece_slba
@@ -135,7 +137,7 @@ class VolumeIo:
             ios["byte_count"] = piece_blocks * np.uint64(self.block_size_bytes)
             ios["device_index"] = self.device.device_index
             queue = self.device.queue
-            members = self._touched(self._member_of(piece_slba))
+            member_index = self._member_of(piece_slba)
         done = run_batch(queue, ios, deadline)
         for piece in np.flatnonzero(done["error"]):
             # Also what was never submitted: the core has not seen those, so their groups know nothing.
@@ -143,7 +145,7 @@ class VolumeIo:
             if not group["error"]:
                 group["error"] = done["error"][piece]
                 group["status"] = done["status"][piece]
-        return ExtentResult(groups, members, opcode, slba)
+        return ExtentResult(groups, self._count(opcode, member_index, piece_blocks), opcode, slba)
 
     def _member_of(self, slba: Uint64Array) -> npt.NDArray[np.int64]:
         if self._stripe is None:
@@ -152,10 +154,22 @@ class VolumeIo:
         member: npt.NDArray[np.int64] = (strip % np.uint64(self.member_count)).astype(np.int64)
         return member
 
-    def _touched(self, member_index: npt.NDArray[np.int64]) -> MemberMask:
-        mask = self.no_members()
-        mask[member_index] = True
-        return mask
+    def _count(
+        self, opcode: int, member_index: npt.NDArray[np.int64], piece_blocks: Uint64Array
+    ) -> MemberMask:
+        """Count the bytes of a batch; the members it touched."""
+        blocks = np.bincount(member_index, weights=piece_blocks, minlength=self.member_count)
+        total = self.written_bytes if opcode == OPCODE_WRITE else self.read_bytes
+        total += (blocks * self.block_size_bytes).astype(np.int64)
+        touched: MemberMask = blocks > 0
+        return touched
+
+    def member_bytes(self, slba: Uint64Array, block_count: int) -> npt.NDArray[np.int64]:
+        """Bytes of equally long extents on each member."""
+        counts = np.full(len(slba), block_count, dtype=np.uint64)
+        _, piece_slba, piece_blocks, _ = split_extents(slba, counts, self.unit_blocks)
+        blocks = np.bincount(self._member_of(piece_slba), weights=piece_blocks, minlength=self.member_count)
+        return (blocks * self.block_size_bytes).astype(np.int64)
 
     def transfer(
         self, opcode: int, slba: int, buffer: npt.NDArray[np.uint8], deadline: Deadline
