@@ -22,7 +22,7 @@
 #define RX_RING_IO_BYTES (128u << 10) /* headers and small payloads of many PDUs in one read */
 #define RX_RING_ADMIN_BYTES (16u << 10)
 #define RX_TAIL_BYTES 512u            /* read behind a large payload: the next headers, hardly any payload to copy */
-#define RX_TAIL_FULL_UNDER 16384u     /* behind less than this the next payloads are likely small too */
+#define RX_LARGE_BYTES 32768u         /* payload PDUs from this size on are received without the ring */
 #define RX_BUDGET_BYTES (512u << 10)  /* one receive call, so that queue pairs take turns */
 #define H2C_ITEMS_MAX 16u             /* H2CData PDUs queued at once: capsules wait behind no more */
 #define H2C_PDU_BYTES_MAX (256u << 10) /* our own limit of one H2CData, below any MAXH2CDATA worth having */
@@ -96,6 +96,7 @@ struct kvdev_qpair {
     kvdev_qpair_done_fn *done;
     void *owner;
     atomic_uint holders;
+    pid_t pid;
 
     struct request *requests;
     uint16_t *free_ring;  /* first in, first out: a slot rests as long as possible before its next generation */
@@ -106,6 +107,7 @@ struct kvdev_qpair {
     uint32_t in_flight_bytes;
     uint64_t deadline_min_ns; /* no command is due earlier */
     uint32_t rx_slot;     /* whose payload is being received */
+    uint32_t payload_len_last; /* of the last C2HData */
     uint16_t sqhd;
 
     struct tx_item *tx;
@@ -184,6 +186,7 @@ int kvdev_qpair_create(const struct kvdev_qpair_params *params, struct kvdev_qpa
     qp->deadline_min_ns = UINT64_MAX;
     qp->rx_slot = SLOT_NONE;
     atomic_init(&qp->holders, 1);
+    qp->pid = getpid();
     uint32_t tx_size = power_of_two_at_least(qp->slot_count + H2C_ITEMS_MAX + 1u);
     uint32_t r2t_size = power_of_two_at_least(qp->slot_count * (params->maxr2t_0based + 1u));
     qp->tx_mask = tx_size - 1u;
@@ -213,7 +216,8 @@ static void socket_close(struct kvdev_qpair *qp, int is_reset)
 {
     if (qp->fd < 0)
         return;
-    if (is_reset) {
+    /* In a fork the socket is still the parent's: only the descriptor goes. */
+    if (is_reset && getpid() == qp->pid) {
         struct linger hard = { .l_onoff = 1, .l_linger = 0 };
         setsockopt(qp->fd, SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
     }
@@ -722,6 +726,7 @@ static void on_c2h_data(struct kvdev_qpair *qp)
         return;
     }
     qp->rx_slot = slot;
+    qp->payload_len_last = qp->rx.pdu.data_len;
     kvdev_pdu_rx_set_payload(&qp->rx, qp->requests[slot].data + qp->rx.pdu.datao);
 }
 
@@ -836,7 +841,9 @@ static ssize_t read_once(struct kvdev_qpair *qp, size_t *asked)
         n++;
     }
     iov[n].iov_base = qp->ring;
-    iov[n].iov_len = want >= RX_TAIL_FULL_UNDER ? RX_TAIL_BYTES : qp->ring_size;
+    /* What follows is likely like what came before: of a large payload only the header may land in the ring,
+     * or it would have to be copied; small ones are cheaper to copy than to ask for one by one. */
+    iov[n].iov_len = qp->payload_len_last >= RX_LARGE_BYTES ? RX_TAIL_BYTES : qp->ring_size;
     *asked = want + iov[n].iov_len;
     n++;
     ssize_t got = readv(qp->fd, iov, n);

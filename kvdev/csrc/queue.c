@@ -16,6 +16,9 @@
 #define WINDOW_DEFAULT_BYTES (1u << 20)  /* what stays in the caches of both ends at full speed */
 #define TIMEOUT_DEFAULT_NS 30000000000ull
 #define SPIN_DEFAULT_NS 20000ull
+#define SPIN_MAX_BYTES (256u << 10)      /* with more in flight, sleeping loses nothing and lets data gather */
+#define PAUSES_MIN 8u
+#define PAUSES_MAX 128u                  /* a few microseconds */
 #define IDLE_CHECK_NS 5000000ull         /* an idle connection is looked at before it is trusted again */
 #define DSM_RANGES_MAX 256u
 #define DSM_RANGE_BYTES 16u
@@ -753,6 +756,32 @@ static int sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
     return ppoll(fds, n, &ts, NULL) < 0 && errno == EINTR;
 }
 
+static uint64_t in_flight_bytes(const struct kvdev_queue *q)
+{
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < q->path_count; i++)
+        if (q->paths[i].qp)
+            sum += kvdev_qpair_in_flight_bytes(q->paths[i].qp);
+    return sum;
+}
+
+/* Waits a moment without a system call, twice as long as the last time: a socket asked all the time is locked
+ * whenever the kernel wants to put data into it. */
+static void relax(uint32_t *pauses)
+{
+    for (uint32_t i = 0; i < *pauses; i++) {
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("isb" ::: "memory");
+#else
+        __asm__ volatile("" ::: "memory");
+#endif
+    }
+    if (*pauses < PAUSES_MAX)
+        *pauses *= 2;
+}
+
 static uint32_t outstanding_below(const struct kvdev_queue *q)
 {
     return q->stats.pending_count + q->stats.in_flight_count;
@@ -764,6 +793,7 @@ static void work(struct kvdev_queue *q, size_t want, const int *is_done, uint64_
     uint64_t now = now_ns();
     uint64_t deadline = add_ns(now, timeout_ns);
     uint64_t moved_ns = now;
+    uint32_t pauses = PAUSES_MIN;
     for (;;) {
         uint64_t next = UINT64_MAX;
         int has_moved = turn(q, now, &next);
@@ -776,10 +806,14 @@ static void work(struct kvdev_queue *q, size_t want, const int *is_done, uint64_
             return;
         if (has_moved) {
             moved_ns = now;
+            pauses = PAUSES_MIN;
             continue;
         }
-        if (now - moved_ns < q->options.spin_ns)
+        if (now - moved_ns < q->options.spin_ns && in_flight_bytes(q) <= SPIN_MAX_BYTES) {
+            relax(&pauses);
+            now = now_ns();
             continue;
+        }
         if (sleep_until(q, now, deadline < next ? deadline : next) && !is_done)
             return;
         now = now_ns();

@@ -34,7 +34,8 @@ struct kvdev_queue_options {
     uint32_t capacity;             /* commands accepted and not yet handed back, 1..1048576 */
     uint32_t window_size_bytes;    /* payload in flight per queue pair; 0 means 1 MiB */
     uint64_t command_timeout_ns;   /* per command once sent; 0 means 30 s */
-    uint64_t spin_ns;              /* poll looks so long before it sleeps; 0 means 20 us */
+    uint64_t spin_ns;              /* poll looks so long before it sleeps, with up to 256 KiB in flight; with more
+                                      it sleeps at once; 0 means 20 us */
 };
 
 struct kvdev_queue_namespace {
