@@ -97,6 +97,8 @@ struct kvdev_qpair {
     void *owner;
     atomic_uint holders;
     pid_t pid;
+    atomic_int is_dead;           /* what other threads may read of state */
+    struct kvdev_qpair *admin;    /* of its association; held */
 
     struct request *requests;
     uint16_t *free_ring;  /* first in, first out: a slot rests as long as possible before its next generation */
@@ -187,6 +189,7 @@ int kvdev_qpair_create(const struct kvdev_qpair_params *params, struct kvdev_qpa
     qp->rx_slot = SLOT_NONE;
     atomic_init(&qp->holders, 1);
     qp->pid = getpid();
+    atomic_init(&qp->is_dead, 0);
     uint32_t tx_size = power_of_two_at_least(qp->slot_count + H2C_ITEMS_MAX + 1u);
     uint32_t r2t_size = power_of_two_at_least(qp->slot_count * (params->maxr2t_0based + 1u));
     qp->tx_mask = tx_size - 1u;
@@ -250,6 +253,7 @@ void kvdev_qpair_destroy(struct kvdev_qpair *qp)
             drain(qp, 0);
     }
     kvdev_qpair_close(qp);
+    kvdev_qpair_destroy(qp->admin);
     free(qp->requests);
     free(qp->free_ring);
     free(qp->tx);
@@ -262,6 +266,15 @@ void kvdev_qpair_owner_set(struct kvdev_qpair *qp, kvdev_qpair_done_fn *done, vo
 {
     qp->done = done;
     qp->owner = owner;
+}
+
+int kvdev_qpair_join(struct kvdev_qpair *qp, struct kvdev_qpair *admin)
+{
+    if (qp->admin || !qp->params.qid || admin->params.qid)
+        return -EINVAL;
+    atomic_fetch_add(&admin->holders, 1);
+    qp->admin = admin;
+    return 0;
 }
 
 void kvdev_qpair_in_capsule_set(struct kvdev_qpair *qp, uint32_t size_bytes)
@@ -383,6 +396,7 @@ static void die(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fault)
 {
     uint64_t now = qp->fault.at_ns;
     qp->state = KVDEV_QPAIR_DEAD;
+    atomic_store(&qp->is_dead, 1);
     qp->ring_pos = qp->ring_len = 0;
     if (fault)
         term_send(qp, fault);
@@ -1045,6 +1059,12 @@ int kvdev_qpair_connect(struct kvdev_qpair *qp, const char *address, uint16_t po
         return error;
     qp->state = KVDEV_QPAIR_READY;
     return 0;
+}
+
+void kvdev_qpair_association_check(struct kvdev_qpair *qp)
+{
+    if (qp->admin && qp->state == KVDEV_QPAIR_READY && atomic_load(&qp->admin->is_dead))
+        kvdev_qpair_kill(qp, KVDEV_FAULT_ASSOCIATION, -ENOTCONN, "association");
 }
 
 /* ---- one synchronous command ---- */

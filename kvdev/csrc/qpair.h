@@ -33,6 +33,7 @@
 #define KVDEV_FAULT_REFUSED 6  /* the controller refused a digest that is required: field names it */
 #define KVDEV_FAULT_TERM 7     /* the controller sent C2HTermReq: fes and fei are the peer's */
 #define KVDEV_FAULT_LOCAL 8    /* closed by us */
+#define KVDEV_FAULT_ASSOCIATION 9 /* the admin queue pair of its association is dead */
 
 struct kvdev_qpair_params {
     uint16_t qid;                   /* 0 is the admin queue */
@@ -111,6 +112,9 @@ void kvdev_qpair_info_read(const struct kvdev_qpair *qp, struct kvdev_qpair_info
 void kvdev_qpair_fault_read(const struct kvdev_qpair *qp, struct kvdev_qpair_fault *ret);
 /* After Identify: in-capsule limit of I/O commands. */
 void kvdev_qpair_in_capsule_set(struct kvdev_qpair *qp, uint32_t size_bytes);
+/* An I/O queue pair of admin's association: losing the admin connection loses it too (Base 3.3.2.4). admin's memory
+ * and socket stay until qp is destroyed. Once, before qp is given to a queue. */
+int kvdev_qpair_join(struct kvdev_qpair *qp, struct kvdev_qpair *admin);
 
 /* Closes the socket. With commands outstanding the connection is reset, so that no byte of a write
  * that was given up still leaves this host; idle, it is closed in order. */
@@ -148,6 +152,8 @@ int kvdev_qpair_receive(struct kvdev_qpair *qp);
 /* Kills the queue pair when a command is over its deadline. Returns the next deadline, UINT64_MAX if none. */
 uint64_t kvdev_qpair_deadlines(struct kvdev_qpair *qp, uint64_t now_ns);
 /* Records the fault (unless there is one) and completes everything outstanding. */
+/* Kills a ready queue pair whose association is lost. The admin queue pair may belong to another thread. */
+void kvdev_qpair_association_check(struct kvdev_qpair *qp);
 void kvdev_qpair_kill(struct kvdev_qpair *qp, uint32_t kind, int error, const char *operation);
 
 int kvdev_qpair_is_ready(const struct kvdev_qpair *qp);

@@ -715,6 +715,9 @@ static int turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
 {
     int has_moved = 0;
     *next_deadline_ns = UINT64_MAX;
+    for (uint32_t i = 0; i < q->path_count; i++)
+        if (q->paths[i].qp)
+            kvdev_qpair_association_check(q->paths[i].qp);
     dispatch(q, now);
     for (uint32_t i = 0; i < q->path_count; i++) {
         struct kvdev_qpair *qp = q->paths[i].qp;

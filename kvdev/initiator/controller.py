@@ -448,6 +448,7 @@ class Controller:
             trid=str(self.address),
         )
         try:
+            qpair.join(self.channel.qpair)
             self._connect_qpair(qpair, sqsize_0based=self.queue_size - 1, deadline=deadline)
         except BaseException:
             qpair.close()

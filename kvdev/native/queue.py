@@ -60,6 +60,7 @@ _FAULT_DIGEST = 5
 _FAULT_REFUSED = 6
 _FAULT_TERM = 7
 _FAULT_LOCAL = 8
+_FAULT_ASSOCIATION = 9
 _FAULT_NAMES = {
     0: "none",
     _FAULT_SOCKET: "socket",
@@ -70,6 +71,7 @@ _FAULT_NAMES = {
     _FAULT_REFUSED: "digest refused",
     _FAULT_TERM: "terminated by the controller",
     _FAULT_LOCAL: "closed by us",
+    _FAULT_ASSOCIATION: "association lost",
 }
 _FES_SEQUENCE = 2
 _STATE_NAMES = {0: "idle", 1: "ready", 2: "dead"}
@@ -455,6 +457,15 @@ class HostQpair:
     @property
     def peer_address(self) -> str:
         return self.info.peer_address
+
+    def join(self, admin: HostQpair) -> None:
+        """Belong to the association of ``admin``: when its connection is lost this one is given up too.
+
+        The admin connection closes only after every queue pair that joined it. To be called once.
+        """
+        self._check_mine("join")
+        if admin.raw is None or lib.kvdev_qpair_join(self.raw, admin.raw):
+            raise UsageError(f"{self.where}: join: expected an I/O queue pair and an open admin queue pair")
 
     def set_in_capsule_size_bytes(self, size_bytes: int) -> None:
         """In-capsule limit of I/O commands, IOCCSZ × 16 − 64, once Identify told it."""

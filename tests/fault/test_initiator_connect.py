@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvdev.clock import Deadline
 from kvdev.errors import (
     CommandError,
     ConnectError,
+    ConnectionLostError,
     DeadlineError,
     KvdevError,
     MalformedPduError,
@@ -602,3 +604,36 @@ def test_discover_when_header_is_wrong_then_error_names_the_field(header: bytes,
     ):
         kv.discover(discovery_uri(peer))
     assert caught.value.field == field
+
+
+# ---- association ----
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_io_when_admin_connection_is_lost_then_given_up_with_it(is_waiting: bool) -> None:
+    """Base 3.3.2.4: the association goes with its admin connection, long before the command timeout."""
+    silent = threading.Event()
+
+    def answer(connection: PeerConnection, pdu: PduFromHost, sqe: Sqe) -> bool:
+        if silent.is_set() and sqe.opc == 2:
+            peer.connections[0].reset()
+            return True
+        return False
+
+    with ScriptedPeer(ControllerScript(answer=answer)) as peer, Session(host=HOST, options=QUICK) as kv:
+        device = kv.open_device(uri(peer, 1))
+        assert isinstance(device, NvmeNamespace)
+        if is_waiting:
+            silent.set()
+        else:
+            peer.connections[0].sock.shutdown(socket.SHUT_RDWR)
+            limit = soon(5)
+            while device.controller.is_alive and not limit.is_expired:
+                threading.Event().wait(0.01)
+        started = Deadline.after(0)
+        with pytest.raises(ConnectionLostError, match="connection lost"):
+            read_blocks(device, 0, 1, soon(20))
+        assert started.elapsed_ms() < 2000
+        fault = kv.queue.qpair(device.controller.qpair_indexes[0]).fault
+        assert fault is not None
+        assert fault.kind == "association lost"
