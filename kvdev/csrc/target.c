@@ -128,7 +128,7 @@ static int opts_check(const struct kvdev_target_opts *opts)
 {
     if (opts->poller_count == 0 || opts->poller_count > POLLERS_MAX || opts->worker_count == 0 ||
         opts->worker_count > WORKERS_MAX || opts->connections_max == 0 || opts->subsystems_max == 0 ||
-        opts->controllers_max == 0 || opts->listeners_max == 0 || opts->buffer_count == 0)
+        opts->controllers_max == 0 || opts->controllers_max > 0xffff || opts->listeners_max == 0 || opts->buffer_count == 0)
         return -EINVAL;
     if (opts->buffer_bytes < KVDEV_TARGET_STAGE_BYTES || opts->buffer_bytes % 4096 != 0)
         return -EINVAL;
@@ -506,7 +506,10 @@ int kvdev_target_controller_create(struct kvdev_target *target, int32_t index, i
         controller->subsystem = subsystem;
         atomic_store(&controller->is_ready, 0);
         atomic_store(&controller->is_dead, 0);
-        *ret = (int32_t)i;
+        /* The generation keeps a Connect that was granted for a slot's last controller from its next one. */
+        uint32_t generation = (((uint32_t)atomic_load(&controller->number) >> 16) + 1) & 0x7fff;
+        *ret = (int32_t)(generation << 16 | i);
+        atomic_store(&controller->number, *ret);
         err = 0;
         break;
     }
@@ -514,11 +517,12 @@ int kvdev_target_controller_create(struct kvdev_target *target, int32_t index, i
     return subsystem ? err : -ENOENT;
 }
 
-static struct target_controller *controller_at(struct kvdev_target *target, int32_t index)
+static struct target_controller *controller_at(struct kvdev_target *target, int32_t number)
 {
-    if (index < 0 || (uint32_t)index >= target->opts.controllers_max || target->controllers[index].in_use != 1)
+    if (number < 0 || TARGET_CONTROLLER_SLOT(number) >= target->opts.controllers_max)
         return NULL;
-    return &target->controllers[index];
+    struct target_controller *controller = &target->controllers[TARGET_CONTROLLER_SLOT(number)];
+    return controller->in_use == 1 && atomic_load(&controller->number) == number ? controller : NULL;
 }
 
 int kvdev_target_controller_set_ready(struct kvdev_target *target, int32_t index, int is_ready)
@@ -601,7 +605,7 @@ static void event_of_request(const struct request *request, struct kvdev_target_
     event->data_room = request->direction == KVDEV_DIR_C2H ? request->data_len : 0;
     event->connection = connection->number;
     event->listener = connection->listener_id;
-    event->controller = connection->controller_index;
+    event->controller = connection->controller_number;
     event->qid = connection->qid;
     memcpy(event->sqe, request->raw_sqe, sizeof(event->sqe));
 }
@@ -659,7 +663,8 @@ int kvdev_target_complete(struct kvdev_target *target, const struct kvdev_target
     if (!request || request->state != REQUEST_CONTROL || request->connection->target != target)
         return -EINVAL;
     if (completion->action == KVDEV_TARGET_ACTION_BIND &&
-        (completion->controller < 0 || (uint32_t)completion->controller >= target->opts.controllers_max ||
+        (completion->controller < 0 ||
+         TARGET_CONTROLLER_SLOT(completion->controller) >= target->opts.controllers_max ||
          completion->sqsize == 0 || completion->sqsize >= request->connection->transport.queue_depth_max))
         return -EINVAL;
     request->completion = *completion;
@@ -680,6 +685,7 @@ int kvdev_target_poller_stat_read(struct kvdev_target *target, uint32_t index, s
         .tx_bytes = atomic_load(&poller->tx_bytes),
         .fault_count = atomic_load(&poller->fault_count),
         .refused_count = atomic_load(&poller->refused_count),
+        .buffers_free = atomic_load(&poller->buffers_free),
         .admin_qpairs = atomic_load(&poller->admin_qpairs),
         .io_qpairs = atomic_load(&poller->io_qpairs),
         .admin_qpairs_now = atomic_load(&poller->admin_qpairs_now),

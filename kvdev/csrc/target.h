@@ -102,6 +102,7 @@ struct kvdev_target_poller_stat {
     uint64_t tx_bytes;
     uint64_t fault_count;
     uint64_t refused_count;        /* connections beyond connections_max */
+    uint32_t buffers_free;         /* of buffer_count */
     uint32_t admin_qpairs;         /* since start */
     uint32_t io_qpairs;
     uint32_t admin_qpairs_now;

@@ -298,8 +298,8 @@ static void connect_decided(struct request *request)
     if (done->action != KVDEV_TARGET_ACTION_BIND)
         return;
     struct kvdev_target *target = connection->target;
-    struct target_controller *controller = &target->controllers[done->controller];
-    if (atomic_load(&controller->is_dead)) {
+    struct target_controller *controller = &target->controllers[TARGET_CONTROLLER_SLOT(done->controller)];
+    if (atomic_load(&controller->is_dead) || atomic_load(&controller->number) != done->controller) {
         /* Its association ended while Connect was decided. */
         request->completion.action = KVDEV_TARGET_ACTION_NONE;
         request->status = ST_COMMAND_SEQUENCE;
@@ -308,7 +308,7 @@ static void connect_decided(struct request *request)
     }
     atomic_fetch_add(&controller->connection_count, 1);
     connection->controller = controller;
-    connection->controller_index = done->controller;
+    connection->controller_number = done->controller;
     connection->qid = done->qid;
     connection->sq_entries = (uint16_t)(done->sqsize + 1);
     connection->request_limit = connection->sq_entries;

@@ -84,6 +84,7 @@ struct target_subsystem {
 
 struct target_controller {
     uint32_t in_use; /* under target->lock; 2: free once its connections are gone */
+    _Atomic int32_t number; /* generation and slot: what callers know it by */
     _Atomic uint32_t is_ready;
     _Atomic uint32_t is_dead;
     _Atomic uint32_t connection_count;
@@ -161,7 +162,7 @@ struct connection {
     uint32_t r2t_open; /* requests in R2T_SENT */
     uint32_t lent; /* requests with a worker or the control thread */
     uint64_t control_sequence;
-    int32_t controller_index;
+    int32_t controller_number;
     struct target_controller *controller;
     _Atomic uint32_t kill;
     _Atomic uint32_t was_closed_event_taken; /* by the control thread, which touches it no more */
@@ -212,6 +213,7 @@ struct poller {
     _Atomic uint32_t inbox_pending;
     /* statistics, written by the poller only */
     _Atomic uint64_t busy_ns, idle_ns, command_count, rx_bytes, tx_bytes, fault_count, refused_count;
+    _Atomic uint32_t buffers_free;
     _Atomic uint32_t admin_qpairs, io_qpairs, admin_qpairs_now, io_qpairs_now, unbound_now;
     _Atomic int32_t thread_id;
 };
@@ -281,6 +283,8 @@ static inline struct request *list_pop(struct request_list *list)
     }
     return request;
 }
+
+#define TARGET_CONTROLLER_SLOT(number) ((uint32_t)(number) & 0xffffu)
 
 uint64_t target_now_ns(void);
 

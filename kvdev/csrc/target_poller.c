@@ -69,7 +69,7 @@ static struct connection *connection_new(struct kvdev_target *target, const stru
     connection->requests = (struct request *)(void *)(map + requests_at);
     connection->request_count = count;
     connection->request_limit = 1;
-    connection->controller_index = -1;
+    connection->controller_number = -1;
     for (uint16_t i = 0; i < count; i++) {
         struct request *request = &connection->requests[i];
         request->connection = connection;
@@ -136,7 +136,7 @@ static void connection_detach(struct connection *connection, int reason, const s
     event->type = KVDEV_TARGET_EVENT_CLOSED;
     event->connection = connection->number;
     event->listener = connection->listener_id;
-    event->controller = connection->controller_index;
+    event->controller = connection->controller_number;
     event->qid = connection->qid;
     event->reason = reason;
     event->arrival_ns = target_now_ns();
@@ -758,6 +758,7 @@ void *target_poller_main(void *arg)
     struct kvdev_target *target = poller->target;
     struct epoll_event events[TARGET_EPOLL_MAX];
     atomic_store(&poller->thread_id, (int32_t)syscall(SYS_gettid));
+    atomic_store(&poller->buffers_free, poller->buffer_count);
     poller->now_ns = target_now_ns();
     while (!atomic_load(&target->stopping)) {
         int timeout = poller->deadline_count ? TARGET_TICK_MS : -1;
@@ -772,6 +773,7 @@ void *target_poller_main(void *arg)
             listeners_tend(poller);
         }
         round_end(poller);
+        atomic_store_explicit(&poller->buffers_free, poller->buffer_count, memory_order_relaxed);
         uint64_t done = target_now_ns();
         stat_add(&poller->busy_ns, done - poller->now_ns);
         poller->now_ns = done;

@@ -274,6 +274,7 @@ class PollerStat:
     tx_bytes: int
     fault_count: int
     refused_count: int
+    buffers_free: int
     admin_qpairs: int
     io_qpairs: int
     admin_qpairs_now: int

@@ -7,6 +7,7 @@ touch, and nothing waits while holding it. No wait is longer than its named limi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -156,6 +157,8 @@ class TargetService:
         self.namespace_clear_timeout_s = NAMESPACE_CLEAR_TIMEOUT_S
         self.fault_log_count = 0
         """Connections that ended with a protocol fault of the host."""
+        self.defect_count = 0
+        """Events that raised in the control thread; always 0 unless there is a bug."""
         self.expired_count = 0
         """Associations that ended for want of a Keep Alive."""
         self._around = Surroundings(
@@ -579,15 +582,27 @@ class TargetService:
                 for event in events:
                     if self._stopping:
                         return
-                    if isinstance(event, ClosedEvent):
-                        self._closed_locked(event)
-                    else:
-                        self._capsule_locked(core, event)
+                    self._event_locked(core, event)
                 # Only now, with every Keep Alive counted by its arrival time, is the clock looked at: this
                 # thread's own lateness must not cost a host its association. When more events may be
                 # waiting, what is known is the time up to the last one taken.
                 is_drained = len(events) < EVENT_COUNT_MAX
                 self._expire_locked(SYSTEM_CLOCK.monotonic_ns() if is_drained else events[-1].arrival_ns)
+
+    def _event_locked(self, core: TargetCore, event: CapsuleEvent | ClosedEvent) -> None:
+        try:
+            if isinstance(event, ClosedEvent):
+                self._closed_locked(event)
+            else:
+                self._capsule_locked(core, event)
+        except Exception:
+            # A defect of ours must cost one host its connection, not all hosts their keep alives.
+            self.defect_count += 1
+            log.exception("target: connection %d: a command could not be answered", event.connection)
+            core.disconnect(event.connection)
+            if isinstance(event, CapsuleEvent):
+                with contextlib.suppress(OSError):
+                    core.complete(event.handle, status=Status.INTERNAL_ERROR)
 
     def _wait_s(self) -> float:
         now_ns = SYSTEM_CLOCK.monotonic_ns()
