@@ -212,37 +212,56 @@ def run_batch(queue: IoQueue, ios: IoArray, deadline: Deadline) -> IoDoneArray:
 
     Blocks until every one has completed. When the deadline ends first, what is outstanding is
     abandoned and completes with an error, so the payload is the caller's again on return whatever
-    happened. The tags of ``ios`` are overwritten. Failed commands do not raise.
+    happened; −ECANCELED marks commands that never reached the device. The tags of ``ios`` are
+    overwritten. Failed commands do not raise.
     """
     done_all = np.zeros(len(ios), dtype=IO_DONE_DTYPE)
     ios["tag"] = np.arange(len(ios), dtype=np.uint64)
     with queue.lock:
         if queue.outstanding_count:
             raise UsageError(f"queue: expected nothing outstanding, got {queue.outstanding_count} commands")
-        submitted = completed = 0
-        piece_limit = len(ios)
-        while completed < len(ios) and not (deadline.is_expired and completed < submitted):
-            room = min(len(ios) - submitted, queue.capacity_count - queue.outstanding_count, piece_limit)
-            if room > 0 and not deadline.is_expired:
-                try:
-                    queue.submit(ios[submitted : submitted + room])
-                    submitted += room
-                    continue
-                except QueueFullError:
-                    # The queue has a limit besides its count: go on with fewer at once.
-                    if room == 1 and queue.outstanding_count == 0:
-                        raise
-                    piece_limit = max(1, room // 2)
-            elif completed == submitted:
-                break
-            done = queue.poll(
-                min_count=_wait_count(submitted - completed, len(ios) - submitted), deadline=deadline
-            )
-            done_all[done["tag"].astype(np.int64)] = done
-            completed += len(done)
-        if completed < len(ios):
-            _abandon_rest(queue, ios, done_all, submitted, completed, deadline)
+        try:
+            submitted, completed = _run_until(queue, ios, done_all, deadline)
+            if completed < len(ios):
+                _abandon_rest(queue, ios, done_all, submitted, completed, deadline)
+        except BaseException:
+            # Ctrl-C among others: nobody may write to the payload once its owner has moved on.
+            _take_back(queue, deadline)
+            raise
     return done_all
+
+
+def _run_until(queue: IoQueue, ios: IoArray, done_all: IoDoneArray, deadline: Deadline) -> tuple[int, int]:
+    """Submit and poll until all have completed or the deadline ends; how many went out and came back."""
+    submitted = completed = 0
+    piece_limit = len(ios)
+    while completed < len(ios) and not (deadline.is_expired and completed < submitted):
+        room = min(len(ios) - submitted, queue.capacity_count - queue.outstanding_count, piece_limit)
+        if room > 0 and not deadline.is_expired:
+            try:
+                queue.submit(ios[submitted : submitted + room])
+                submitted += room
+                continue
+            except QueueFullError:
+                # The queue has a limit besides its count: go on with fewer at once.
+                if room == 1 and queue.outstanding_count == 0:
+                    raise
+                piece_limit = max(1, room // 2)
+        elif completed == submitted:
+            break
+        wanted = _wait_count(submitted - completed, len(ios) - submitted)
+        done = queue.poll(min_count=wanted, deadline=deadline)
+        done_all[done["tag"].astype(np.int64)] = done
+        completed += len(done)
+    return submitted, completed
+
+
+def _take_back(queue: IoQueue, deadline: Deadline) -> None:
+    """Empty a queue of which nobody knows any more what it holds."""
+    queue.abandon()
+    limit = Deadline.after(_ABANDON_WAIT_S, clock=deadline.clock)
+    while queue.outstanding_count and not limit.is_expired:
+        queue.poll(min_count=min(queue.outstanding_count, POLL_COUNT_MAX), deadline=limit)
 
 
 def _wait_count(outstanding_count: int, unsubmitted_count: int) -> int:

@@ -173,12 +173,13 @@ def find_users(device: BlockDevice) -> list[str]:
             node_number = (node / "dev").read_text().strip()
         except OSError:
             continue
-        users += [f"{name} is mounted on {place}" for place in _mounts_of(node_number)]
+        users += [f"{name} is mounted on {place}" for place in mounts_of(node_number)]
         users += [f"{name} is swap space in use" for _ in _swaps_of(node_number)]
     return users
 
 
-def _mounts_of(device_number: str) -> Iterator[str]:
+def mounts_of(device_number: str) -> Iterator[str]:
+    """Mount points of a device, ``major:minor``."""
     # proc(5): the third field of mountinfo is major:minor, the fifth the mount point.
     for line in _lines("/proc/self/mountinfo"):
         fields = line.split()

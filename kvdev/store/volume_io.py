@@ -30,9 +30,9 @@ MemberMask = npt.NDArray[np.bool_]
 Uint64Array = npt.NDArray[np.uint64]
 
 UNKNOWN_FATE_ERRORS = np.array(
-    [-errno.ENOTCONN, -errno.ECONNRESET, -errno.EPIPE, -errno.ETIMEDOUT, -errno.ECANCELED], dtype=np.int32
+    [-errno.ENOTCONN, -errno.ECONNRESET, -errno.EPIPE, -errno.ETIMEDOUT], dtype=np.int32
 )
-"""A write that failed like this may still reach the medium, now or later."""
+"""A write that failed like this may still reach the medium, now or later; −ECANCELED was never sent."""
 
 SEQUENTIAL_PIECE_BYTES = MIB
 """Long runs are read and written in extents of this size: bounds one group, keeps every member busy."""

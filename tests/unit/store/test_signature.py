@@ -13,7 +13,7 @@ import pytest
 from kvdev.block.file import FileDevice
 from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
-from kvdev.store.signature import find_signatures, find_users, wipe
+from kvdev.store.signature import find_signatures, find_users, mounts_of, wipe
 
 SIZE = 16 << 20
 MD_MAGIC = struct.pack("<I", 0xA92B4EFC)
@@ -80,6 +80,13 @@ def test_blank_or_plain_device_when_scanned_has_none(size: int) -> None:
     device.data[:] = ord("a")
     assert find_signatures(device, soon()) == []
     assert find_users(device) == []
+
+
+def test_mounted_device_when_looked_up_names_the_mount_point() -> None:
+    line = next(line for line in Path("/proc/self/mountinfo").read_text().splitlines() if " - " in line)
+    fields = line.split()
+    assert fields[4] in list(mounts_of(fields[2]))
+    assert list(mounts_of("4095:1048575")) == []
 
 
 TOOLS = [
