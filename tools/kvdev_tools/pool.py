@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.block.device import BlockDevice, read_blocks
+from kvdev.block.stripe import check_strip_size
 from kvdev.clock import Deadline
 from kvdev.errors import KvdevError, TransportError, UsageError
 from kvdev.geometry import Geometry
@@ -43,10 +44,7 @@ class PoolSize:
 
 def size_pool(geometry: Geometry, *, page_count: int, member_count: int, strip_size_bytes: int) -> PoolSize:
     """The least members for a namespace of ``page_count`` pages, with the volume's own structures."""
-    if strip_size_bytes < BLOCK_SIZE_BYTES or strip_size_bytes & (strip_size_bytes - 1):
-        raise UsageError(
-            f"strip_size: expected a power of two from {BLOCK_SIZE_BYTES} bytes, got {strip_size_bytes}"
-        )
+    check_strip_size(strip_size_bytes, BLOCK_SIZE_BYTES)
     plan = plan_namespace(
         page_size_bytes=geometry.page_size_bytes,
         quota_pages=page_count,

@@ -1,0 +1,151 @@
+"""A target that vanishes in the middle of a replay: a bounded wait, one line, and what was flushed is there again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdev.clock import Deadline
+from kvdev_tools import process
+from kvdev_tools.main import run
+from spdk_rpc import Client, SpdkRpc
+
+NQN = "nqn.2026-01.io.kvdev:gone"
+HOST = ["--host-nqn", "nqn.2014-08.org.nvmexpress:uuid:0e7d5c1a-6a0f-4a53-8f0e-1f2f3c4d5e6f"]
+TINY = ["--layers", "1", "--kv-heads", "1", "--head-size", "4"]
+PAGES_MIN = 20
+
+
+class FileTarget:
+    """``kvdev target serve`` on two files, which stay when it dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = [folder / f"ns{index}" for index in range(2)]
+        self.child: subprocess.Popen[bytes] | None = None
+        for path in self.files:
+            path.touch()
+            os.truncate(path, 64 << 20)
+
+    def start(self) -> str:
+        """Start it on a fresh socket; returns the volume's URI."""
+        ready, sock = self.folder / "ready", self.folder / "rpc"
+        ready.unlink(missing_ok=True)
+        calls: list[dict[str, Any]] = [{"method": "nvmf_create_transport", "params": {"trtype": "TCP"}}]
+        calls.append({"method": "nvmf_create_subsystem", "params": {"nqn": NQN, "allow_any_host": True}})
+        for index, path in enumerate(self.files):
+            # The same identifiers each time: the labels name them.
+            uuid = f"0e7d5c1a-6a0f-4a53-8f0e-00000000000{index}"
+            bdev = {"name": f"b{index}", "filename": str(path), "block_size": 4096, "uuid": uuid}
+            calls.append({"method": "bdev_aio_create", "params": bdev})
+            namespace = {"nqn": NQN, "namespace": {"bdev_name": f"b{index}"}}
+            calls.append({"method": "nvmf_subsystem_add_ns", "params": namespace})
+        address = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": "0"}
+        listener = {"nqn": NQN, "listen_address": address}
+        calls.append({"method": "nvmf_subsystem_add_listener", "params": listener})
+        config = self.folder / "config"
+        config.write_text(json.dumps(calls))
+        arguments = ["-m", "kvdev_tools.main", "target", "serve", "--rpc-socket", str(sock)]
+        arguments += ["--config", str(config), "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
+        self.child = process.start(arguments, stdout=subprocess.DEVNULL)
+        limit = Deadline.after(30)
+        while not ready.exists():
+            assert self.child.poll() is None
+            assert not limit.is_expired
+        port = json.loads(ready.read_text())["listeners"][0]["port"]
+        return f"vol+tcp://127.0.0.1:{port}/{NQN}"
+
+    def written_bytes(self) -> int:
+        with Client(self.folder / "rpc", timeout_s=10) as client:
+            return sum(each["bytes_written"] for each in SpdkRpc(client).bdev_get_iostat()["bdevs"])
+
+    def kill(self) -> None:
+        assert self.child is not None
+        self.child.send_signal(signal.SIGKILL)
+        self.child.wait(10)
+
+    def close(self) -> None:
+        if self.child is not None:
+            process.stop(self.child)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[FileTarget]:
+    target = FileTarget(tmp_path)
+    try:
+        yield target
+    finally:
+        target.close()
+
+
+def test_target_killed_mid_run_is_3_and_flushed_pages_are_there_on_reopen(
+    target: FileTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    volume = target.start()
+    assert run(["volume", "create", volume, "--name", "pool", *HOST]) == 0
+    assert run(["namespace", "create", f"{volume}#kv", *TINY, *HOST]) == 0
+    before = target.written_bytes()
+    arguments = ["-m", "kvdev_tools.main", "replay", f"{volume}#kv", *TINY, *HOST]
+    with (tmp_path / "err").open("wb") as errors:
+        replay = process.start(
+            [*arguments, "--requests", "100000", "--timeout", "5"], stdout=subprocess.DEVNULL, stderr=errors
+        )
+        try:
+            limit = Deadline.after(60)
+            while target.written_bytes() < before + PAGES_MIN * 8192 * 2:
+                assert replay.poll() is None
+                assert not limit.is_expired
+            target.kill()
+            code = replay.wait(30)
+        finally:
+            process.stop(replay)
+    lines = (tmp_path / "err").read_text().splitlines()
+    assert code == 3, lines
+    assert len(lines) == 1
+    assert lines[0].startswith("kvdev: ")
+    assert "127.0.0.1" in lines[0]
+
+    volume = target.start()
+    capsys.readouterr()
+    assert run(["page", "verify", f"{volume}#kv", "--json", *HOST]) == 0
+    verified = json.loads(capsys.readouterr().out)
+    assert verified["pages_damaged"] == 0
+    assert verified["pages_checked"] >= PAGES_MIN
+    assert run(["replay", f"{volume}#kv", *TINY, *HOST, "--requests", "20", "--json"]) == 0
+    replayed = json.loads(capsys.readouterr().out)
+    assert replayed["mismatches"] == replayed["page_errors"] == 0
+
+
+def test_interrupt_ends_the_replay_and_its_target(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "kvdev_tools.main", "replay", *TINY, "--requests", "20000"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    child = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
+    )
+    try:
+        limit = Deadline.after(60)
+        while (
+            not (progress := list(tmp_path.glob("kvdev-replay-*/progress"))) or not progress[0].stat().st_size
+        ):
+            assert child.poll() is None
+            assert not limit.is_expired
+        pids = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+        assert pids
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=30)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.communicate()
+    assert child.returncode == 130
+    assert errors.decode().strip() == "kvdev: interrupted"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert list(tmp_path.iterdir()) == []

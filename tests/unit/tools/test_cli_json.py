@@ -1,0 +1,173 @@
+"""Every command's JSON has the keys that docs/cli.md lists, on a volume in files and on the embedded target."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdev_tools.content import PageContent, request_keys
+from kvdev_tools.main import run
+from kvdev_tools.rig import Rig, running_rig
+from kvdev_tools.trace import generate_trace
+
+ROOT = Path(__file__).resolve().parents[3]
+HOST_NQN = "nqn.2014-08.org.nvmexpress:uuid:0e7d5c1a-6a0f-4a53-8f0e-1f2f3c4d5e6f"
+HOST = ["--host-nqn", HOST_NQN]
+TINY = ["--layers", "1", "--kv-heads", "1", "--head-size", "4"]
+
+
+def documented(command: str) -> set[str]:
+    """The keys in the table of a command's section."""
+    text = (ROOT / "docs" / "cli.md").read_text()
+    section = re.search(rf"^## kvdev {re.escape(command)}$(.*?)(?=^## |\Z)", text, re.M | re.S)
+    assert section, f"docs/cli.md has no section for {command}"
+    return set(re.findall(r"^\| `([a-z0-9_.\[\]]+)` \|", section[1], re.M))
+
+
+def keys_of(value: Any, prefix: str = "") -> set[str]:
+    """Every leaf's path, lists as []; an empty list has none."""
+    if isinstance(value, dict):
+        return {
+            key
+            for name, each in value.items()
+            for key in keys_of(each, f"{prefix}.{name}" if prefix else name)
+        }
+    if isinstance(value, list):
+        return {key for each in value for key in keys_of(each, f"{prefix}[]")}
+    return {prefix}
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run([*arguments, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> str:
+    members = []
+    for index in range(2):
+        path = tmp_path / f"m{index}"
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(8 << 20)
+        members.append(f"file:{path}")
+    return "vol:" + ",".join(members)
+
+
+def test_volume_namespace_page_and_replay_have_the_documented_keys(
+    volume: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = call(capsys, "volume", "create", volume, "--name", "pool")
+    created = call(capsys, "namespace", "create", f"{volume}#kv", *TINY, "--quota-pages", "200")
+    assert keys_of(created) == documented("namespace create")
+    assert created["page_size_bytes"] == 512 * 2 * 4 * 2
+    shown = call(capsys, "volume", "show", volume)
+    assert keys_of(made) < keys_of(shown) == documented("volume create")
+    assert shown["namespaces"][0]["quota_pages"] == 200
+    listed = call(capsys, "namespace", "list", volume)
+    assert {key.removeprefix("namespaces[].") for key in keys_of(listed)} == documented("namespace create")
+
+    replayed = call(capsys, "replay", f"{volume}#kv", *TINY, "--requests", "8", "--seed", "3")
+    assert keys_of(replayed) == documented("replay")
+    assert replayed["mismatches"] == 0 < replayed["pages_restored"]
+    assert sum(member["stored_bytes"] for member in replayed["members"]) == replayed["stored_pages"] * 8192
+
+    after = call(capsys, "namespace", "show", f"{volume}#kv")
+    assert keys_of(after) == documented("namespace create") | documented("namespace show")
+    assert after["pages"] == replayed["stored_pages"] == replayed["pages_written"]
+    pages = call(capsys, "page", "ls", f"{volume}#kv")
+    assert keys_of(pages) == documented("page ls")
+    assert pages["pages_total"] == len(pages["pages"]) == after["pages"]
+    assert len(call(capsys, "page", "ls", "--limit", "2", f"{volume}#kv")["pages"]) == 2
+    verified = call(capsys, "page", "verify", f"{volume}#kv")
+    assert keys_of(verified) | {"damaged_keys[]"} == documented("page verify")
+    assert verified["pages_checked"] == after["pages"]
+    checked = call(capsys, "volume", "check", volume)
+    assert keys_of(checked) | {"problems[]"} == documented("volume check")
+    deleted = call(capsys, "namespace", "delete", f"{volume}#kv", "--yes", "kv")
+    assert keys_of(deleted) == documented("namespace delete")
+    assert call(capsys, "namespace", "list", volume) == {"namespaces": []}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["volume", "show"],
+        ["volume", "check"],
+        ["namespace", "list"],
+        ["namespace", "show"],
+        ["page", "ls"],
+        ["page", "verify"],
+    ],
+)
+def test_text_says_the_same_in_lines(
+    arguments: list[str], volume: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(capsys, "volume", "create", volume, "--name", "pool")
+    call(capsys, "namespace", "create", f"{volume}#kv", *TINY)
+    uri = volume if arguments[0] == "volume" or arguments[1] == "list" else f"{volume}#kv"
+    assert run([*arguments, uri]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip()
+    assert not shown.err
+
+
+def test_a_damaged_page_is_5_and_named(
+    volume: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(capsys, "volume", "create", volume, "--name", "pool")
+    call(capsys, "namespace", "create", f"{volume}#kv", *TINY)
+    call(capsys, "replay", f"{volume}#kv", *TINY, "--requests", "3")
+    total = call(capsys, "page", "ls", f"{volume}#kv")["pages_total"]
+    # Turn one bit of the first page, wherever it lies on the members.
+    key = request_keys(generate_trace(1, seed=1)[0].hash_ids[:1])[0]
+    needle = PageContent(8192).page(key)[:512].tobytes()
+    for index in range(2):
+        path = tmp_path / f"m{index}"
+        data = bytearray(path.read_bytes())
+        at = data.find(needle)
+        if at >= 0:
+            data[at + 100] ^= 1
+            path.write_bytes(data)
+            break
+    else:
+        pytest.fail("the page is on no member")
+    assert run(["page", "verify", f"{volume}#kv", "--json"]) == 5
+    found = json.loads(capsys.readouterr().out)
+    assert (found["pages_checked"], found["pages_damaged"]) == (total, 1)
+    assert found["damaged_keys"] == [key.tobytes().hex()]
+    assert run(["replay", f"{volume}#kv", *TINY, "--requests", "3", "--json"]) == 5
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["page_errors"] == 1
+    assert "1 unreadable" in shown.err
+    # The replay withdrew it and stored it anew.
+    assert run(["page", "verify", f"{volume}#kv"]) == 0
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[tuple[Rig, str]]:
+    with running_rig() as rig:
+        uri = rig.provision(host_nqn=HOST_NQN, namespace_count=2, namespace_size_bytes=4 << 20)
+        yield rig, str(uri)
+
+
+def test_discover_and_identify_have_the_documented_keys(
+    rig: tuple[Rig, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, uri = rig
+    address = uri.split("/")[2]
+    found = call(capsys, "discover", address, *HOST)
+    assert keys_of(found) == documented("discover")
+    assert uri in [entry["uri"] for entry in found["entries"]]
+    controller = call(capsys, "identify", uri, *HOST)
+    assert keys_of(controller) == documented("identify")
+    assert [each["nsid"] for each in controller["namespaces"]] == [1, 2]
+    assert [each["nsid"] for each in call(capsys, "identify", f"{uri}?nsid=2", *HOST)["namespaces"]] == [2]
+    for arguments in (["discover", address], ["identify", uri]):
+        assert run([*arguments, *HOST]) == 0
+        assert uri in (out := capsys.readouterr().out) or "serial_number" in out
