@@ -18,7 +18,7 @@ from kvdev.store import PageStore, Volume
 from kvdev_kernels import PageKernels
 from kvdev_tools.content import PageContent, request_keys
 from kvdev_tools.plan import count_needs
-from kvdev_tools.pool import size_pool, stored_bytes_by_member
+from kvdev_tools.pool import size_pool
 from kvdev_tools.replay import Replayer
 from kvdev_tools.report import Totals
 from kvdev_tools.tensors import EngineTensors, block_tokens
@@ -102,7 +102,7 @@ def test_with_room_for_all_the_replay_restores_what_the_trace_implies(
         member_count=member_count,
     ) as setup:
         totals = Totals.of(setup.replayer.replay(index, each) for index, each in enumerate(requests))
-        stored = stored_bytes_by_member(setup.volume, setup.store.namespace, deadline=Deadline.after(10))
+        stored = setup.store.namespace.member_bytes()
         assert setup.arena.lease_count == 0
     assert (totals.mismatches, totals.page_errors) == (0, 0)
     assert totals.pages_restored == totals.pages_verified == summary.pages_restorable

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvdev.errors import UsageError
+from kvdev.errors import ConnectionLostError, TransportError, UsageError
 from kvdev.geometry import Geometry
 from kvdev_tools.exits import ExitCode
 from kvdev_tools.output import Progress
@@ -61,8 +61,8 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
     """Replay what the state file does not have yet; ``pause`` is called once ``pause_after`` requests are done."""
     from kvdev.staging import Arena
     from kvdev_kernels import PageKernels
-    from kvdev_tools.connect import make_session, operation_deadline
-    from kvdev_tools.pool import opened_store, stored_bytes_by_member
+    from kvdev_tools.connect import make_session
+    from kvdev_tools.pool import opened_store
     from kvdev_tools.replay import Replayer
     from kvdev_tools.tensors import EngineTensors
 
@@ -103,19 +103,26 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
             seed=config.seed,
         )
         replayer.warm_up()
+        done = first
         try:
             for index, request in enumerate(config.requests()):
                 if index < first:
                     continue
                 progress.append(replayer.replay(index, request))
+                done = index + 1
                 bar.update(index + 1, f"{index + 1} of {config.request_count} requests")
                 if pause is not None and index + 1 == config.pause_after:
                     pause()
+        except TransportError as error:
+            raise ConnectionLostError(
+                f"replay: the target went away after {done} of {config.request_count} requests: {error}; "
+                f"what was flushed is there on reopen",
+                errno=error.errno or 0,
+                trid=error.trid,
+            ) from error
         finally:
             bar.close()
-        stored = stored_bytes_by_member(
-            volume, store.namespace, deadline=operation_deadline(config.timeout_s)
-        )
+        stored = store.namespace.member_bytes().tolist()
         info["members"] = [
             {"uri": member.uri, "stored_bytes": count}
             for member, count in zip(volume.members, stored, strict=True)

@@ -8,7 +8,7 @@ import click
 
 from kvdev.units import format_size
 from kvdev_tools.connect import host_options, make_session, operation_deadline, timeout_option
-from kvdev_tools.output import emit, fields, json_option, table
+from kvdev_tools.output import Progress, emit, fields, json_option, table
 
 if TYPE_CHECKING:
     from kvdev.clock import Deadline
@@ -110,13 +110,21 @@ def show(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, 
 
 @volume.command()
 @click.argument("uri", metavar="VOLUME")
+@click.option("--structures-only", is_flag=True, help="Leave the pages out.")
 @host_options
 @timeout_option
 @json_option
-def check(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool) -> int:
-    """Read every label, superblock, record and page table, and report what is damaged; changes nothing.
+def check(
+    uri: str,
+    structures_only: bool,
+    host_nqn: str | None,
+    host_id: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> int:
+    """Read labels, superblocks, records, page tables, journals and every page; changes nothing.
 
-    The exit code is 5 when anything is damaged. Pages themselves are checked by page verify.
+    The exit code is 5 when anything is not as it should be.
 
     \b
     Example:
@@ -127,61 +135,55 @@ def check(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float,
 
     parsed = parse_volume_uri(uri)
     with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
-        from kvdev_tools.pool import open_volume
+        from kvdev.store.check import check_volume
+        from kvdev_tools.pool import open_members
 
-        deadline = operation_deadline(timeout_s)
-        opened = open_volume(session, parsed, deadline=deadline)
-        namespaces = _check_namespaces(opened, deadline)
-        problems = [problem for place in opened.directory.read_all(deadline) for problem in place.problems]
-        problems += [f"{each['name']}: {each['problem']}" for each in namespaces if each["problem"]]
-        found = {"name": opened.name, "namespaces": namespaces, "problems": problems}
+        members = open_members(session, parsed, deadline=operation_deadline(timeout_s))
+        bar = Progress("check", 100)
+        try:
+            report = check_volume(
+                members,
+                progress=lambda at: bar.update(
+                    100 * at.checked_pages // max(1, at.total_pages),
+                    f"{at.namespace}: {at.checked_pages} of {at.total_pages} pages",
+                ),
+                reads_pages=not structures_only,
+                timeout_s=timeout_s,
+            )
+        finally:
+            bar.close()
+    findings = [*report.findings, *(finding for each in report.namespaces for finding in each.findings)]
+    found = {
+        "volume": report.volume,
+        "is_ok": report.is_ok,
+        "namespaces": [
+            {
+                "name": each.name,
+                "pages": each.pages,
+                "good_pages": each.good_pages,
+                "bad_pages": each.bad_pages,
+                "unreadable_pages": each.unreadable_pages,
+                "replayed_records": each.replayed_records,
+            }
+            for each in report.namespaces
+        ],
+        "findings": [
+            {"where": each.where, "what": each.what, "lost_pages_max": each.lost_pages_max}
+            for each in findings
+        ],
+    }
 
     def text() -> list[str]:
         lines = [
-            f"{each['name']}: {each['pages']} pages, "
-            + ("closed in order" if each["is_clean"] else f"{each['replayed_records']} records replayed")
-            for each in namespaces
-            if not each["problem"]
+            f"{each.name}: {each.pages} pages"
+            + ("" if structures_only else f", {each.good_pages} good, {each.bad_pages} damaged")
+            for each in report.namespaces
         ]
-        lines += [f"damaged: {problem}" for problem in problems]
-        return [*lines, f"volume {found['name']}: {len(problems)} problems"]
+        lines += [f"{each.where}: {each.what}" for each in findings]
+        return [*lines, f"volume {report.volume or '(does not open)'}: {len(findings)} findings"]
 
     emit(found, as_json=as_json, text=text)
-    return int(ExitCode.DATA_FAULT if problems else ExitCode.OK)
-
-
-def _check_namespaces(opened: Volume, deadline: Deadline) -> list[dict[str, Any]]:
-    """Open every KV namespace as a reader, and say what its table and journal look like."""
-    from kvdev.errors import CorruptionError
-
-    checked: list[dict[str, Any]] = []
-    for place in opened.directory.read_all(deadline):
-        if place.record is None or not place.record.is_live:
-            continue
-        state: dict[str, Any] = {
-            "name": place.record.name,
-            "is_clean": place.record.is_clean,
-            "pages": 0,
-            "replayed_records": 0,
-            "damaged_table_blocks": 0,
-            "problem": None,
-        }
-        try:
-            namespace = opened.open_namespace(place.record.name, mode="reader", deadline=deadline)
-        except CorruptionError as error:
-            state["problem"] = str(error)
-        else:
-            report = namespace.open_report
-            state["pages"] = namespace.stat().index.live_count
-            state["replayed_records"] = report.replayed_record_count
-            state["damaged_table_blocks"] = len(report.damaged_table_blocks)
-            if report.damaged_table_blocks:
-                state["problem"] = (
-                    f"{len(report.damaged_table_blocks)} table blocks are damaged, their pages lost"
-                )
-            namespace.close(deadline=deadline)
-        checked.append(state)
-    return checked
+    return int(ExitCode.OK if report.is_ok else ExitCode.DATA_FAULT)
 
 
 def _describe(opened: Volume, deadline: Deadline) -> dict[str, Any]:

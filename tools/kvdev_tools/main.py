@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -59,7 +60,8 @@ class LazyGroup(click.Group):
     cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(__version__, prog_name="kvdev")
-def cli() -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Log to standard error.")
+def cli(verbose: bool) -> None:
     """KV caches of LLM serving engines on NVMe-oF storage.
 
     \b
@@ -71,6 +73,10 @@ def cli() -> None:
     Try it on this machine alone:  kvdev replay
     Exit codes: 0 done, 2 usage, 3 unreachable, 4 refused, 5 data fault, 70 a bug of kvdev.
     """
+    if verbose:
+        logging.basicConfig(
+            level=logging.INFO, stream=sys.stderr, format="%(name)s %(levelname)s %(message)s"
+        )
 
 
 class _TerminatedError(BaseException):
@@ -83,6 +89,9 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli) -> int:
     """Run one command line; returns its exit code. Whatever happens, at most one line of error, or a traceback."""
+    # An error is one line; warnings of the library belong to those who ask for a log.
+    for name in ("kvdev", "spdk_rpc"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
     with contextlib.suppress(ValueError):  # not in the main thread: the caller keeps its handlers
         signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -9,15 +9,11 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from kvdev.block.device import BlockDevice, read_blocks
 from kvdev.block.stripe import check_strip_size
 from kvdev.clock import Deadline
 from kvdev.errors import KvdevError, TransportError, UsageError
 from kvdev.geometry import Geometry
-from kvdev.keys import KEY_SIZE_BYTES
 from kvdev.session import Session
 from kvdev.store import KvNamespace, PageStore, Volume
 from kvdev.store.media import MAGIC_LABEL, UNIT_BYTES
@@ -58,17 +54,23 @@ def size_pool(geometry: Geometry, *, page_count: int, member_count: int, strip_s
     return PoolSize(page_count, strip_size_bytes, rows * strip_size_bytes)
 
 
-def open_volume(session: Session, uri: VolumeUri, *, deadline: Deadline) -> Volume:
-    """Open a volume; of a whole subsystem the namespaces with a label of ours are its members."""
+def open_members(session: Session, uri: VolumeUri, *, deadline: Deadline) -> list[BlockDevice]:
+    """The devices that a volume's URI means; of a whole subsystem the namespaces with a label of ours."""
     members = session.open_members(uri, deadline=deadline)
-    if uri.subsystem is not None:
-        members = [member for member in members if _has_label(member, deadline)]
-        if not members:
-            raise UsageError(
-                f"{uri}: members: expected at least one labelled namespace, got none; "
-                f"make a volume with kvdev volume create"
-            )
-    return Volume.open(members, deadline=deadline)
+    if uri.subsystem is None:
+        return members
+    labelled = [member for member in members if _has_label(member, deadline)]
+    if not labelled:
+        raise UsageError(
+            f"{uri}: members: expected at least one labelled namespace, got none; "
+            f"make a volume with kvdev volume create"
+        )
+    return labelled
+
+
+def open_volume(session: Session, uri: VolumeUri, *, deadline: Deadline) -> Volume:
+    """Open a volume by its members' labels."""
+    return Volume.open(open_members(session, uri, deadline=deadline), deadline=deadline)
 
 
 def _has_label(device: BlockDevice, deadline: Deadline) -> bool:
@@ -131,26 +133,3 @@ def check_pool(session: Session, uri: KvNamespaceUri, geometry: Geometry, *, dea
     info = volume.namespace(uri.name, deadline=deadline)
     check_geometry(str(uri), expected=geometry, actual=info.geometry)
     return info.slot_count
-
-
-def stored_bytes_by_member(volume: Volume, namespace: KvNamespace, *, deadline: Deadline) -> list[int]:
-    """How many bytes of stored pages lie on each member, by their slots."""
-    entries = namespace.entries()
-    keys = np.ascontiguousarray(entries["key"]).view(np.uint8).reshape(-1, KEY_SIZE_BYTES)
-    slots = namespace.lookup(keys, touch=False)["slot_index"].astype(np.int64)
-    record = volume.namespace(namespace.name, deadline=deadline).record
-    block = volume.block_size_bytes
-    first = (record.data_slba + slots * record.slot_blocks) * block
-    end = first + record.slot_blocks * block
-    return [
-        int((_bytes_before(end, index, volume) - _bytes_before(first, index, volume)).sum())
-        for index in range(len(volume.members))
-    ]
-
-
-def _bytes_before(offset: npt.NDArray[np.int64], member_index: int, volume: Volume) -> npt.NDArray[np.int64]:
-    """How many of the volume's first ``offset`` bytes lie on one member."""
-    strip, count = volume.strip_size_bytes, len(volume.members)
-    rows, rest = np.divmod(offset, strip * count)
-    before: npt.NDArray[np.int64] = rows * strip + np.clip(rest - member_index * strip, 0, strip)
-    return before
