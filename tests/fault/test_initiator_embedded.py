@@ -13,10 +13,13 @@ from kvdev.block.device import read_blocks, write_blocks
 from kvdev.block.stripe import StripeDevice
 from kvdev.clock import Deadline
 from kvdev.errors import CommandError, TransportError, UsageError
+from kvdev.geometry import Geometry
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.namespace import NvmeNamespace
 from kvdev.initiator.options import ControllerOptions
 from kvdev.session import Session
+from kvdev.store.page_store import PageStore
+from kvdev.store.volume import Volume
 from kvdev.target.model import Transport
 from kvdev.testing.target import running_target
 from kvdev.uri import DigestPolicy
@@ -176,3 +179,43 @@ def test_reopen_when_target_returns_then_session_connects_anew() -> None:
         assert not first.is_alive
         device = kv.open_device(f"{target.uri}?nsid=1")
         assert len(read_blocks(device, 0, 1, soon())) == 4096
+
+
+def test_volume_when_opened_by_subsystem_then_labelled_namespaces_are_its_members() -> None:
+    limit = soon(30)
+    keys = np.arange(8 * 32, dtype=np.uint8).reshape(8, 32)
+    with running_target(namespace_count=3, namespace_size_bytes=32 << 20) as target:
+        with Session(host=HOST, options=QUICK) as kv:
+            with pytest.raises(UsageError, match="got none of 3"):
+                kv.open_volume(f"vol+{target.uri}", deadline=limit)
+            members = kv.open_members(f"vol:{target.uri}?nsid=3,{target.uri}?nsid=1", deadline=limit)
+            volume = Volume.create(members, name="v", strip_size_bytes=64 << 10, deadline=limit)
+            geometry = Geometry.preset("small")
+            volume.create_namespace("x", geometry, quota_pages=64, deadline=limit)
+        pages = np.random.default_rng(1).integers(0, 256, (8, geometry.page_size_bytes), dtype=np.uint8)
+        for is_written in (True, False):
+            with Session(host=HOST, options=QUICK) as kv:
+                store = PageStore(kv.open_kv_namespace(f"vol+{target.uri}#x", deadline=limit))
+                if is_written:
+                    store.put(keys, pages)
+                    store.flush()
+                    continue
+                got = np.zeros_like(pages)
+                store.get(keys, got)
+                assert np.array_equal(got, pages)
+
+
+def test_connect_when_ipv6_then_as_over_ipv4() -> None:
+    try:
+        target_context = running_target(address="::1")
+        target = target_context.__enter__()
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback here: {error}")
+    try:
+        with Session(host=HOST, options=QUICK) as kv:
+            device = kv.open_device(f"tcp://[::1]:{target.port}/{target.nqn}?nsid=1")
+            assert len(read_blocks(device, 0, 2, soon())) == 2 * device.block_size_bytes
+            assert kv.queue.qpair(0).peer_address == f"[::1]:{target.port}"
+            assert {entry.traddr for entry in kv.discover(f"[::1]:{target.port}")} == {"::1"}
+    finally:
+        target_context.__exit__(None, None, None)
