@@ -43,7 +43,7 @@ Script = Callable[["PeerConnection"], None]
 
 
 class PeerClosedError(KvdevError):
-    """The host closed the connection while the script expected bytes."""
+    """The host closed or terminated the connection while the script expected something else."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,8 @@ class PeerConnection:
     """Digests of the host's that did not match; a test expects none."""
     stashed: deque[PduFromHost] = field(default_factory=deque)
     """Commands that came while a script waited for data; ``receive_pdu`` gives them next."""
+    tamper: Callable[[bytes], bytes] | None = None
+    """Applied to everything sent from then on: a test's bit flips, cuts and insertions."""
     script_ident: int = 0
     is_done: threading.Event = field(default_factory=threading.Event)
     """The script has ended and the socket is closed."""
@@ -204,9 +206,14 @@ class PeerConnection:
 
     def receive_command(self) -> PduFromHost:
         pdu = self.receive_pdu()
+        self._check_not_term(pdu)
         if pdu.type != CAPSULE_CMD:
             raise KvdevError(f"peer: expected CapsuleCmd 0x04, got PDU type 0x{pdu.type:02x}")
         return pdu
+
+    def _check_not_term(self, pdu: PduFromHost) -> None:
+        if pdu.type == H2C_TERM:
+            raise PeerClosedError(f"peer: the host sent H2CTermReq FES 0x{pdu.fes:02x} FEI 0x{pdu.fei:x}")
 
     def receive_term(self) -> PduFromHost:
         """The H2CTermReq that ends the connection; PDUs on their way before it are skipped."""
@@ -227,6 +234,8 @@ class PeerConnection:
 
     def send(self, data: bytes, *, chunk_size: int = 0) -> None:
         """Send bytes; with ``chunk_size``, in segments of so many."""
+        if self.tamper is not None:
+            data = self.tamper(data)
         try:
             if not chunk_size:
                 self.sock.sendall(data)
@@ -332,6 +341,7 @@ class PeerConnection:
         data = bytearray()
         while len(data) < r2tl:
             pdu = self._receive_pdu()
+            self._check_not_term(pdu)
             if pdu.type == CAPSULE_CMD:
                 self.stashed.append(pdu)
                 continue
@@ -435,6 +445,9 @@ class ScriptedPeer:
             raise self.errors[0]
 
     def stop(self) -> None:
+        """End all connections and threads; a second call does nothing."""
+        if self._is_stopping.is_set():
+            return
         self._is_stopping.set()
         # A connection of our own wakes the acceptor; closing a listener under accept does not.
         with contextlib.suppress(OSError):
