@@ -12,6 +12,7 @@
 #define OPC_COMPARE 0x05
 #define OPC_WRITE_ZEROES 0x08
 #define OPC_DSM 0x09
+#define OPC_ADMIN_ASYNC_EVENT_REQUEST 0x0c
 #define FCTYPE_CONNECT 0x01
 #define CDW12_FUA (1u << 30)
 #define DSM_ATTRIBUTE_DEALLOCATE (1u << 2)
@@ -24,6 +25,25 @@ static int cid_mark(struct connection *connection, uint16_t cid)
         return 0;
     connection->cid_outstanding[cid >> 3] |= bit;
     return 1;
+}
+
+/* SPDK's host, when it detaches, forgets its Asynchronous Event Requests and uses their CIDs for the commands
+ * that shut the controller down. The strict answer, Command ID Conflict, would keep it from an orderly
+ * shutdown; so on the Admin queue a held event request gives way to the command that takes its CID. */
+static int event_request_gives_way(struct connection *connection, uint16_t cid)
+{
+    if (connection->state != CONNECTION_LIVE || connection->qid != 0)
+        return 0;
+    for (uint16_t i = 0; i < connection->request_count; i++) {
+        struct request *request = &connection->requests[i];
+        if (request->state == REQUEST_CONTROL && request->has_cid && request->sqe.cid == cid &&
+            request->sqe.opc == OPC_ADMIN_ASYNC_EVENT_REQUEST) {
+            request->is_abandoned = 1;
+            request->has_cid = 0; /* the mark goes over to the new command */
+            return 1;
+        }
+    }
+    return 0;
 }
 
 static void buffer_return(struct request *request)
@@ -329,7 +349,7 @@ void command_returned(struct request *request)
 {
     struct connection *connection = request->connection;
     connection->lent--;
-    if (connection->state == CONNECTION_CLOSED || connection->state == CONNECTION_LINGER) {
+    if (connection->state == CONNECTION_CLOSED || connection->state == CONNECTION_LINGER || request->is_abandoned) {
         command_release(request);
         atomic_store(&connection->poller->scan, 1); /* it may have been the last one */
         return;
@@ -591,6 +611,7 @@ static void request_reset(struct request *request)
     request->is_control = 0;
     request->has_cid = 0;
     request->is_bad_digest = 0;
+    request->is_abandoned = 0;
     request->is_read_response = 0;
     request->segment_count = 0;
     request->r2t.active = 0;
@@ -623,7 +644,8 @@ void command_capsule(struct connection *connection)
                           atomic_load_explicit(&connection->poller->command_count, memory_order_relaxed) + 1,
                           memory_order_relaxed);
     request->state = REQUEST_CAPSULE;
-    request->has_cid = (uint8_t)cid_mark(connection, request->sqe.cid);
+    request->has_cid = (uint8_t)(cid_mark(connection, request->sqe.cid) ||
+                                 event_request_gives_way(connection, request->sqe.cid));
     if (rx->pdu.data_len > 0) {
         connection->rx_request = request;
         /* The machine holds in-capsule data to in_capsule_max, which is at most a stage. */

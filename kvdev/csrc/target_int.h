@@ -121,6 +121,7 @@ struct request {
     uint8_t is_control;
     uint8_t has_cid; /* its CID is marked outstanding */
     uint8_t is_bad_digest;
+    uint8_t is_abandoned; /* a held event request whose CID the host has used again: no response */
     uint8_t segment_index;
     uint8_t segment_count;
     uint8_t is_read_response;

@@ -444,6 +444,19 @@ def test_held_requests_are_limited_and_can_be_aborted(target: RunningTarget) -> 
         assert admin.execute(AbortCommand(sqid=1, command_cid=9).to_sqe(cid=6)).cqe.dw0 & 1 == 1
 
 
+def test_a_held_request_gives_way_to_a_command_with_its_cid(target: RunningTarget) -> None:
+    """As SPDK's host does when it detaches."""
+    with connected_admin(target.address, target.port, target.nqn) as admin:
+        for cid in range(2):
+            admin.send(admin.capsule(build_async_event_request(cid=cid)))
+        for _ in range(3):
+            assert admin.execute(build_keep_alive()).cqe.is_success  # CID 0 again and again
+        reply = admin.execute(AbortCommand(sqid=0, command_cid=0).to_sqe(cid=7))
+        assert reply.cqe.is_success  # the abandoned request ends without a response
+        admin.send(admin.capsule(AbortCommand(sqid=0, command_cid=1).to_sqe(cid=7)))
+        assert [admin.read_pdu().cqe.cid for _ in range(2)] == [1, 7]
+
+
 def test_wrong_fabrics_commands_of_the_admin_queue_are_refused(target: RunningTarget) -> None:
     from kvdev.wire.nvme import AdminOpcode, Sqe
 

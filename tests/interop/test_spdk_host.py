@@ -118,4 +118,6 @@ def test_spdk_attaches_moves_data_and_sees_new_namespaces(tmp_path: Path, rng: n
         client.call("bdev_nvme_start_discovery", {"name": "D", "wait_for_attach": True, **path})
         wait_for_bdev(client, "D0n1")
         client.call("bdev_nvme_stop_discovery", {"name": "D"})
+        # Its shutdown is orderly: no command of it is refused.
+        assert b"COMMAND ID CONFLICT" not in (tmp_path / "spdk.log").read_bytes()
         assert target.service.defect_count == 0 and target.service.fault_log_count == 0
