@@ -623,16 +623,21 @@ uint32_t kvdev_index_lookup(struct kvdev_index *index, const uint8_t *keys, uint
             if (slots[i] == NONE) {
                 continue;
             }
-            struct kvdev_entry *entry = entry_of(index, slots[i]);
+            const struct kvdev_entry *entry = entry_of(index, slots[i]);
             grant->generation = entry->generation;
             grant->checksum = entry->checksum;
             grant->length = entry->length;
             hits++;
-            if (touch) {
-                entry->last_use = index->clock;
-                use_unlink(index, slots[i]);
-                use_push(index, slots[i]);
-            }
+        }
+    }
+    /* Last to first: of one batch the first key counts as the latest used, so that a prefix outlives
+     * what continues it. */
+    for (uint32_t i = touch ? count : 0; i-- > 0;) {
+        uint32_t slot = grants[i].slot_index;
+        if (slot != NONE) {
+            entry_of(index, slot)->last_use = index->clock;
+            use_unlink(index, slot);
+            use_push(index, slot);
         }
     }
     return hits;
@@ -748,7 +753,7 @@ int kvdev_index_commit(struct kvdev_index *index, const uint8_t *keys, struct kv
         return -ENOBUFS;
     }
     index->clock++;
-    for (uint32_t i = 0; i < count; i++) {
+    for (uint32_t i = count; i-- > 0;) { /* last to first, as in lookup */
         done[i] = 0;
         if (!grant_is_in(index, &grants[i], SLOT_RESERVED)) {
             continue;

@@ -99,7 +99,8 @@ int kvdev_index_load(struct kvdev_index *index);
 uint8_t *kvdev_index_dirty_map(struct kvdev_index *index);
 void kvdev_index_stat(const struct kvdev_index *index, struct kvdev_index_stat *ret);
 
-/* Grants of the keys that are stored, KVDEV_SLOT_NONE for the others; returns how many are. */
+/* Grants of the keys that are stored, KVDEV_SLOT_NONE for the others; returns how many are. Touched
+ * keys become the latest used, the first of the batch the latest of all. */
 uint32_t kvdev_index_lookup(struct kvdev_index *index, const uint8_t *keys, uint32_t count, int touch,
                             struct kvdev_grant *grants);
 uint32_t kvdev_index_contains(const struct kvdev_index *index, const uint8_t *keys, uint32_t count,

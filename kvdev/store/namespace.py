@@ -23,6 +23,7 @@ from kvdev.keys import KEY_SIZE_BYTES, KeyArray
 from kvdev.native.index import (
     OUTCOME_FAILED,
     OUTCOME_UNKNOWN,
+    SLOT_NONE,
     EntryArray,
     GrantArray,
     IndexStat,
@@ -282,9 +283,8 @@ class KvNamespace:
                 )
             # At most: victims at the quota, victims for want of slots, the pages, what they replace.
             stat = self._make_room(4 * count, deadline)
-            replaced = int(self._index.contains(keys).sum())
-            # Used last: a victim that is replaced anyway would be counted twice, and the quota exceeded.
-            self._index.lookup(keys, touch=True)
+            # What the batch replaces counts as used, so that the victims are others.
+            replaced = int((self._index.lookup(keys, touch=True)["slot_index"] != SLOT_NONE).sum())
             excess = stat.live_count + stat.reserved_count + count - replaced - self.quota_pages
             if excess > 0:
                 self._index.evict(excess)

@@ -162,7 +162,7 @@ class PageStore:
         verify: VerifyBy = "store",
         deadline: Deadline | None = None,
     ) -> GetResult:
-        """Read the pages that are stored, each to its place.
+        """Read the pages that are stored, each to its place; they count as used, the first as the latest.
 
         Args:
             verify: ``store`` checks every page here; with ``kernel`` the caller compares ``crc32c`` with the

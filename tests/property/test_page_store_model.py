@@ -65,27 +65,24 @@ def run_model(steps: list[tuple[str, list[int]]], member_count: int) -> None:
             version += 1
             pages = np.full((len(numbers), PAGE), version, dtype=np.uint8)
             assert store.put(keys, pages).stored_count == len(numbers)
-            fresh = [number for number in numbers if number not in model]
-            while len(model) + len(fresh) > QUOTA:
-                gone = next(iter(model))
-                del model[gone]
-                if gone in numbers:
-                    fresh.append(gone)
-            for number in numbers:
+            # The store frees room before it stores: what is replaced counts as used, so others go.
+            for number in reversed(numbers):
+                if number in model:
+                    model.move_to_end(number)
+            while len(model) + sum(number not in model for number in numbers) > QUOTA:
+                model.popitem(last=False)
+            for number in reversed(numbers):
                 model.pop(number, None)
                 model[number] = version
-            # Which replaced pages were evicted first is the store's business; the rest must agree.
-            there = {n for n in range(KEYS) if store.contains(np.frombuffer(key(n), dtype=np.uint8)[None])[0]}
-            assert set(numbers) <= there
-            assert len(there) <= QUOTA
-            model = OrderedDict((n, v) for n, v in model.items() if n in there)
-            assert set(model) == there
+            every = np.frombuffer(b"".join(map(key, range(KEYS))), dtype=np.uint8).reshape(-1, 32)
+            assert set(np.flatnonzero(store.contains(every)).tolist()) == set(model)
         elif kind == "get":
             out = np.zeros((len(numbers), PAGE), dtype=np.uint8)
             result = store.get(keys, out)
             for number, status, page in zip(numbers, result.status, out, strict=True):
                 assert status == (PageStatus.HIT if number in model else PageStatus.MISS)
                 assert (page == model.get(number, 0)).all()
+            for number in reversed(numbers):
                 if number in model:
                     model.move_to_end(number)
             prefix = next((i for i, number in enumerate(numbers) if number not in model), len(numbers))
@@ -148,7 +145,8 @@ def test_index_when_called_at_random_answers_as_a_dict(
                 continue
             zero = np.zeros(len(unique), dtype=np.uint32)
             assert index.commit(keys, grants, zero, np.zeros(len(unique), dtype=np.uint8)).all()
-            for number, generation in zip(unique, grants["generation"].tolist(), strict=True):
+            # The first of a batch counts as the latest used.
+            for number, generation in reversed(list(zip(unique, grants["generation"].tolist(), strict=True))):
                 model.pop(number, None)
                 model[number] = generation
         elif kind == "remove":
