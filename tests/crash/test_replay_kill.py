@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ SHARED_TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl"
 TINY = ["--layers", "1", "--kv-heads", "2", "--head-size", "4"]
 
 
-def replay(*arguments: str) -> dict[str, Any]:
+def replay(*arguments: str, kernels: str = "auto") -> dict[str, Any]:
     """Run the command in a process of its own and return its report."""
     done = subprocess.run(
         [sys.executable, "-m", "kvdev_tools.main", "replay", "--json", *arguments],
+        env={**os.environ, "KVDEV_KERNELS": kernels},
         capture_output=True,
         text=True,
         timeout=300,
@@ -62,6 +64,8 @@ def test_every_layout_survives_the_kill(layout: str, tmp_path: Path) -> None:
         "1",
         "--files",
         str(tmp_path),
+        # Nothing to compile; the compiled kernels run in the other tests.
+        kernels="numpy",
     )
     assert (report["mismatches"], report["kills"], report["layout"]) == (0, 1, layout)
     assert report["pages_restored"] > 0
