@@ -14,6 +14,7 @@ SOURCES := pyproject.toml setup.py $(wildcard $(CSRC)/*.c $(CSRC)/*.h $(CSRC)/*.
 
 # kernels/ and tools/ are source roots: without this, running from the checkout would make them importable.
 export PYTHONSAFEPATH := 1
+export KVDEV_INTEROP
 
 .DEFAULT_GOAL := help
 .PHONY: help need setup dev run build lint format typecheck test unit golden tidy property fuzz fault crash \
@@ -71,6 +72,7 @@ bench-smoke: setup ## every benchmark at toy size
 	$(PYTEST) tests/bench $(PYTEST_ARGS)
 
 bench: setup ## the benchmarks; leave the machine alone meanwhile
+	$(PY) bench/kernels.py
 	$(PY) bench/datapath.py
 
 lint: dev ## ruff, formatting, and the C core under strict warnings

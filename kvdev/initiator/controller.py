@@ -52,10 +52,10 @@ from kvdev.wire.fabrics import (
     Shst,
     Version,
 )
-from kvdev.wire.features import Fid, NumberOfQueues
+from kvdev.wire.features import AsyncEventConfig, Fid, NumberOfQueues
 from kvdev.wire.identify import LPA_EXTENDED, Cns, Csi, CsiControllerNvm, IdentifyController
 from kvdev.wire.log import ErrorEntry, Lid, SmartLog, parse_error_log
-from kvdev.wire.nvme import CNTLID_DYNAMIC, NSID_ALL, status_name
+from kvdev.wire.nvme import CNTLID_DYNAMIC, NSID_ALL, AsyncEvent, status_name
 
 log = logging.getLogger("kvdev.initiator")
 
@@ -63,6 +63,15 @@ ADMIN_QUEUE_SIZE = 32
 """Submission queue entries of the admin queue pair: the least a controller must offer."""
 IN_CAPSULE_SIZE_BYTES_MAX = 64 << 10
 """More in a capsule than this gains nothing over asking for it."""
+EVENT_REQUEST_COUNT = 4
+"""Asynchronous Event Requests kept outstanding: one for each kind of event that is enabled, and one more."""
+EVENT_LOG_SIZES_BYTES: dict[int, int] = {
+    Lid.ERROR: ErrorEntry.SIZE,
+    Lid.SMART: SmartLog.SIZE,
+    Lid.CHANGED_NS: 4096,
+    # The header: CHGCNT and NGRPS; reading any of the page clears the event.
+    Lid.ANA: 16,
+}
 _READY_PAUSE_FIRST_S = 0.001
 _READY_PAUSE_LAST_S = 0.1
 _CAP_GONE = 0xFFFF_FFFF_FFFF_FFFF
@@ -199,6 +208,7 @@ class Controller:
         self._settle_keep_alive(deadline)
         if not self.is_discovery:
             self.io_queue_count = self._grant_queues(deadline)
+            self._arm_events(deadline)
 
     def _connect_qpair(self, qpair: HostQpair, *, sqsize_0based: int, deadline: Deadline) -> None:
         """TCP, ICReq/ICResp and the Connect command of one queue pair; sets CNTLID on the admin queue."""
@@ -373,6 +383,43 @@ class Controller:
             log.warning("%s: number of queues: got %s", self.where, status_name(completion.status))
             return 0
         return min(NumberOfQueues.parse(completion.dw0).qpair_count, wanted)
+
+    def _arm_events(self, deadline: Deadline) -> None:
+        """Enable the events this host acts on, as far as OAES has them, and keep requests outstanding."""
+        offered = AsyncEventConfig.parse(self.identify.oaes)
+        wanted = AsyncEventConfig(
+            # Critical warnings of SMART (bits 5:0) need no OAES bit (Base 5.1.25.1.6).
+            smart=0x3F,
+            namespace_attribute=offered.namespace_attribute,
+            ana_change=offered.ana_change,
+        )
+        completion = self.channel.feature_set(Fid.ASYNC_EVENT_CONFIG, wanted.build(), deadline=deadline)
+        if not completion.is_success:
+            # An event that stays off costs freshness, not correctness: identities are checked on use.
+            log.warning("%s: asynchronous events: got %s", self.where, status_name(completion.status))
+        adopted = self.channel.adopted
+        assert adopted is not None, "establish adopts before it arms"
+        adopted.arm_events(min(self.identify.aerl_0based + 1, EVENT_REQUEST_COUNT))
+
+    def take_event(self, *, deadline: Deadline) -> AsyncEvent | None:
+        """The next asynchronous event; None when none came by the deadline.
+
+        Its log page has been read, so that the controller may report the next of its kind (Base 5.1.2).
+        Raises what the association was lost to when no event will come any more.
+        """
+        adopted = self.channel.adopted
+        if self._is_closed or adopted is None:
+            raise UsageError(f"{self.where}: take_event: expected an open controller, got a closed one")
+        dw0 = adopted.take_event(deadline=deadline)
+        if dw0 is None:
+            return None
+        event = AsyncEvent.parse(dw0)
+        size_bytes = EVENT_LOG_SIZES_BYTES.get(event.lid)
+        if size_bytes is None:
+            log.warning("%s: event %s names log page 0x%02x: not read", self.where, event, event.lid)
+            return event
+        self.log_page(event.lid, size_bytes, deadline=Deadline.after(self.options.admin_timeout_s))
+        return event
 
     @property
     def where(self) -> str:

@@ -23,6 +23,8 @@ from kvdev.store.volume import Volume
 from kvdev.target.model import Transport
 from kvdev.testing.target import running_target
 from kvdev.uri import DigestPolicy
+from kvdev.wire.log import Lid
+from kvdev.wire.nvme import AsyncEventType, Notice
 
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
 QUICK = ControllerOptions(
@@ -219,3 +221,23 @@ def test_connect_when_ipv6_then_as_over_ipv4() -> None:
             assert {entry.traddr for entry in kv.discover(f"[::1]:{target.port}")} == {"::1"}
     finally:
         target_context.__exit__(None, None, None)
+
+
+def test_events_when_namespaces_come_then_each_is_told_once_its_page_was_read() -> None:
+    with (
+        running_target(namespace_count=1, namespace_size_bytes=1 << 20) as target,
+        Session(host=HOST, options=QUICK) as kv,
+    ):
+        kv.open_device(f"{target.uri}?nsid=1")
+        controller = kv.controller(target.uri)
+        assert controller.take_event(deadline=soon(0.05)) is None
+        for _ in range(3):
+            target.add_memory_namespace(size_bytes=1 << 20)
+            event = controller.take_event(deadline=soon(5))
+            assert event is not None
+            assert (event.event_type, event.info) == (AsyncEventType.NOTICE, Notice.NAMESPACE_ATTRIBUTE)
+            assert event.lid == Lid.CHANGED_NS
+        assert controller.take_event(deadline=soon(0.05)) is None
+        kv.close()
+        with pytest.raises(UsageError, match="closed"):
+            controller.take_event(deadline=soon(1))
