@@ -111,7 +111,7 @@ def test_target_killed_mid_run_is_3_and_flushed_pages_are_there_on_reopen(
     assert code == 3, lines
     assert len(lines) == 1
     assert lines[0].startswith("kvdev: ")
-    assert "127.0.0.1" in lines[0]
+    assert f"{volume}#kv: lost after " in lines[0]
 
     volume = target.start()
     capsys.readouterr()
@@ -124,8 +124,9 @@ def test_target_killed_mid_run_is_3_and_flushed_pages_are_there_on_reopen(
     assert replayed["mismatches"] == replayed["page_errors"] == 0
 
 
-def test_interrupt_ends_the_replay_and_its_target(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "kvdev_tools.main", "replay", *TINY, "--requests", "20000"]
+@pytest.mark.parametrize("options", [[], ["--kill-halfway"]])
+def test_interrupt_ends_the_replay_and_its_children(options: list[str], tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "kvdev_tools.main", "replay", *TINY, "--requests", "20000", *options]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     child = subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
@@ -138,7 +139,7 @@ def test_interrupt_ends_the_replay_and_its_target(tmp_path: Path) -> None:
             assert child.poll() is None
             assert not limit.is_expired
         pids = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
-        assert pids
+        assert len(pids) == 1 + len(options)
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=30)
     finally:

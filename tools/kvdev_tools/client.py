@@ -115,8 +115,7 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
                     pause()
         except TransportError as error:
             raise ConnectionLostError(
-                f"replay: the target went away after {done} of {config.request_count} requests: {error}; "
-                f"what was flushed is there on reopen",
+                f"replay: {config.kv_namespace}: lost after {done} of {config.request_count} requests: {error}",
                 errno=error.errno or 0,
                 trid=error.trid,
             ) from error
@@ -156,7 +155,7 @@ def main(arguments: list[str]) -> int:
         run_client(config, pause=_pause_for_supervisor if config.pause_after else None)
         return int(ExitCode.OK)
 
-    return run(arguments, group=client)
+    return run(arguments, group=client, is_child=True)
 
 
 def write_config(config: ClientConfig, path: Path) -> None:

@@ -25,6 +25,7 @@ def target() -> None:
 @click.option("--config", metavar="FILE", help="JSON file of RPC calls to run before it is ready.")
 @click.option("--ready-file", metavar="FILE", help="File to write once it is ready; removed at the end.")
 @click.option("--allow-remote", is_flag=True, help="Let listeners bind to addresses other than loopback.")
+@click.option("--populate", is_flag=True, help="Touch the memory of malloc bdevs when they are made.")
 @click.option("--verbose", is_flag=True, help="Log to standard error.")
 @click.option("--parent-pid", type=int, hidden=True, help="End when this process, our parent, ends.")
 @json_option
@@ -33,6 +34,7 @@ def serve(
     config: str | None,
     ready_file: str | None,
     allow_remote: bool,
+    populate: bool,
     verbose: bool,
     parent_pid: int | None,
     as_json: bool,
@@ -70,6 +72,7 @@ def serve(
         )
     from kvdev.target.serve import ServeOptions
     from kvdev.target.serve import serve as run_target
+    from kvdev.target.service import TargetOptions, TargetService
 
     return run_target(
         ServeOptions(
@@ -78,5 +81,6 @@ def serve(
             config=config,
             ready_file=ready_file,
             is_json=as_json,
-        )
+        ),
+        make_backend=lambda: TargetService(TargetOptions(populate_memory=populate)),
     )

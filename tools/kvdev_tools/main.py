@@ -87,8 +87,11 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
     raise _TerminatedError
 
 
-def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli) -> int:
-    """Run one command line; returns its exit code. Whatever happens, at most one line of error, or a traceback."""
+def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli, is_child: bool = False) -> int:
+    """Run one command line; returns its exit code. Whatever happens, at most one line of error, or a traceback.
+
+    ``is_child``: a parent of ours stops us with SIGTERM and says why itself.
+    """
     # An error is one line; warnings of the library belong to those who ask for a log.
     for name in ("kvdev", "spdk_rpc"):
         logging.getLogger(name).addHandler(logging.NullHandler())
@@ -110,6 +113,8 @@ def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli) -
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", ExitCode.INTERRUPTED)
     except _TerminatedError:
+        if is_child:
+            return int(ExitCode.TERMINATED)
         return _complain("terminated", ExitCode.TERMINATED)
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain again when it flushes at exit.

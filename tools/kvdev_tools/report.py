@@ -17,6 +17,7 @@ from kvdev_tools.output import fields, table
 from kvdev_tools.progress import RequestRecord
 
 NS_PER_MS = 1e6
+KILLED_TEXT = ", the client killed half way and a new one started"
 
 
 @dataclass
@@ -154,7 +155,7 @@ def text(totals: Totals, run: Run) -> list[str]:
         [
             ("trace", f"{run.trace}, seed {run.seed}"),
             ("geometry", f"{run.geometry}: {format_size(page)} a page, {run.layout} layout"),
-            ("requests", f"{totals.requests} (client killed and started again: {run.kills})"),
+            ("requests", f"{totals.requests}{KILLED_TEXT if run.kills else ''}"),
             ("pages requested", totals.pages_requested),
             ("pages restored", f"{totals.pages_restored} ({format_size(totals.pages_restored * page)})"),
             ("pages written", f"{totals.pages_written} ({format_size(totals.pages_written * page)})"),

@@ -63,7 +63,8 @@ class Rig:
         ready_path = self.folder / "ready"
         errors_path = self.folder / "target.err"
         arguments = ["-m", "kvdev_tools.main", "target", "serve", "--rpc-socket", str(socket_path)]
-        arguments += ["--ready-file", str(ready_path), "--parent-pid", str(os.getpid())]
+        # Memory is touched when it is provisioned, as SPDK's is: page faults are no part of what is measured.
+        arguments += ["--ready-file", str(ready_path), "--parent-pid", str(os.getpid()), "--populate"]
         with errors_path.open("wb") as errors:
             child = process.start(arguments, stdout=subprocess.DEVNULL, stderr=errors)
         self._process = child
