@@ -82,6 +82,18 @@ class RpcStateError(RpcMethodError):
         return 0
 
 
+class RpcUnsupportedError(RpcMethodError):
+    """The running SPDK has no such method; ``version`` is what it calls itself."""
+
+    def __init__(self, method: str, message: str, *, version: str, address: str) -> None:
+        super().__init__(method, ERROR_METHOD_NOT_FOUND, message)
+        self.version = version
+        self.address = address
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.version} at {self.address} has no such method ({self.code})"
+
+
 def method_error(method: str, code: int, message: str) -> RpcMethodError:
     """The exception for an error reply; tells a wrong state from -EPERM, which share the code -1."""
     if code == ERROR_INVALID_STATE and message.startswith(STATE_MESSAGE_PREFIX):

@@ -1,590 +1,368 @@
-"""Typed calls for the methods that kvdev uses: keyword arguments in, TypedDicts as SPDK writes them out.
+"""Typed methods over one client: ``SpdkRpc`` runs each of ``calls``, ``AsyncSpdkRpc`` awaits it.
 
-An argument left at None is not sent, so SPDK's own default holds. The outer type of each result is
-checked; keys are as SPDK 26.09 has them, and a later release may add more.
+Generated from ``table`` by ``generate``; edit these two. Every method raises what the client's ``call``
+raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, cast
-
-from spdk_rpc.client import Client
-from spdk_rpc.errors import RpcProtocolError
-
-T = TypeVar("T")
-
-RaidCategory = Literal["all", "online", "configuring", "offline"]
-ResetMode = Literal["all", "maxmin", "error", "none"]
-LogLevel = Literal["ERROR", "WARNING", "NOTICE", "INFO", "DEBUG"]
-AnaState = Literal["optimized", "non_optimized", "inaccessible"]
-
-
-class VersionFields(TypedDict, total=False):
-    major: int
-    minor: int
-    patch: int
-    suffix: str
-    commit: str
-
-
-class Version(TypedDict):
-    version: str
-    fields: VersionFields
-
-
-class ListenAddress(TypedDict, total=False):
-    trtype: str
-    adrfam: str
-    traddr: str
-    trsvcid: str
-
-
-class Listener(TypedDict, total=False):
-    address: ListenAddress
-    ana_states: list[dict[str, Any]]
-
-
-class NamespaceInfo(TypedDict, total=False):
-    nsid: int
-    bdev_name: str
-    name: str
-    nguid: str
-    eui64: str
-    uuid: str
-    anagrpid: int
-
-
-class HostInfo(TypedDict, total=False):
-    nqn: str
-    dhchap_key: str
-    dhchap_ctrlr_key: str
-
-
-class SubsystemInfo(TypedDict, total=False):
-    nqn: str
-    subtype: str
-    listen_addresses: list[ListenAddress]
-    allow_any_host: bool
-    hosts: list[HostInfo]
-    serial_number: str
-    model_number: str
-    max_namespaces: int
-    passthrough: bool
-    min_cntlid: int
-    max_cntlid: int
-    dmrsl: int
-    wzsl: int
-    namespaces: list[NamespaceInfo]
-
-
-class TransportInfo(TypedDict, total=False):
-    trtype: str
-    max_queue_depth: int
-    max_io_qpairs_per_ctrlr: int
-    in_capsule_data_size: int
-    max_io_size: int
-    max_aq_depth: int
-    iobuf_small_cache_size: int
-    iobuf_large_cache_size: int
-    dif_insert_or_strip: bool
-    zcopy: bool
-    c2h_success: bool
-    sock_priority: int
-    abort_timeout_sec: int
-    ack_timeout: int
-    data_wr_pool_size: int
-    disable_command_passthru: bool
-    kas: int
-    min_kato: int
-
-
-class ControllerInfo(TypedDict, total=False):
-    cntlid: int
-    cntrltype: str
-    hostnqn: str
-    hostid: str
-    num_io_qpairs: int
-
-
-class QpairInfo(TypedDict, total=False):
-    cntlid: int
-    qid: int
-    state: str
-    thread: str
-    hostnqn: str
-    listen_address: ListenAddress
-    peer_address: ListenAddress
-
-
-class PollGroup(TypedDict, total=False):
-    name: str
-    admin_qpairs: int
-    io_qpairs: int
-    current_admin_qpairs: int
-    current_io_qpairs: int
-    current_unassociated_qpairs: int
-    pending_bdev_io: int
-    completed_nvme_io: int
-    transports: list[dict[str, Any]]
-
-
-class NvmfStats(TypedDict):
-    tick_rate: int
-    poll_groups: list[PollGroup]
-
-
-class BdevInfo(TypedDict, total=False):
-    name: str
-    aliases: list[str]
-    product_name: str
-    block_size: int
-    num_blocks: int
-    uuid: str
-    numa_id: int
-    assigned_rate_limits: dict[str, int]
-    claimed: bool
-    claim_type: str
-    zoned: bool
-    supported_io_types: dict[str, bool]
-    memory_domains: list[dict[str, Any]]
-    driver_specific: dict[str, Any]
-
-
-class IoStat(TypedDict, total=False):
-    name: str
-    thread_id: int
-    bytes_read: int
-    num_read_ops: int
-    bytes_written: int
-    num_write_ops: int
-    bytes_unmapped: int
-    num_unmap_ops: int
-    bytes_copied: int
-    num_copy_ops: int
-    read_latency_ticks: int
-    max_read_latency_ticks: int
-    min_read_latency_ticks: int
-    write_latency_ticks: int
-    max_write_latency_ticks: int
-    min_write_latency_ticks: int
-    unmap_latency_ticks: int
-    max_unmap_latency_ticks: int
-    min_unmap_latency_ticks: int
-    copy_latency_ticks: int
-    max_copy_latency_ticks: int
-    min_copy_latency_ticks: int
-    io_error: dict[str, Any]
-
-
-class BdevIoStat(TypedDict, total=False):
-    """``bdevs``, or with per_channel ``name`` and ``channels``."""
-
-    tick_rate: int
-    ticks: int
-    bdevs: list[IoStat]
-    name: str
-    channels: list[IoStat]
-
-
-class RaidBaseInfo(TypedDict, total=False):
-    name: str
-    uuid: str
-    is_configured: bool
-    data_offset: int
-    data_size: int
-
-
-class RaidInfo(TypedDict, total=False):
-    name: str
-    uuid: str
-    strip_size_kb: int
-    state: str
-    raid_level: str
-    superblock: bool
-    num_base_bdevs: int
-    num_base_bdevs_discovered: int
-    num_base_bdevs_operational: int
-    base_bdevs_list: list[RaidBaseInfo]
-
-
-class Notification(TypedDict):
-    type: str
-    ctx: str
-    id: int
-
-
-class FrameworkSubsystem(TypedDict):
-    subsystem: str
-    depends_on: list[str]
-
-
-class Reactors(TypedDict, total=False):
-    tick_rate: int
-    pid: int
-    reactors: list[dict[str, Any]]
-
-
-class ConfigCall(TypedDict, total=False):
-    method: str
-    params: dict[str, Any]
-
-
-def listen_address(*, traddr: str, trsvcid: int | str, trtype: str = "TCP") -> ListenAddress:
-    """The address of a listener; the family follows from the address."""
-    family = "ipv6" if ":" in traddr else "ipv4"
-    return {"trtype": trtype, "adrfam": family, "traddr": traddr, "trsvcid": str(trsvcid)}
-
-
-class SpdkRpc:
-    """Typed methods over one Client. Every method raises what ``Client.call`` raises."""
-
-    def __init__(self, client: Client, *, timeout_s: float | None = None) -> None:
-        self.client = client
-        self._timeout_s = timeout_s
-
-    def within(self, timeout_s: float) -> SpdkRpc:
-        """The same connection with another deadline, for calls known to take long."""
-        return SpdkRpc(self.client, timeout_s=timeout_s)
-
-    def call(self, method: str, expected: type[T], params: Mapping[str, Any] | None = None) -> T:
-        """Call any method, without the parameters that are None, and check the type of the result."""
-        given = {name: value for name, value in (params or {}).items() if value is not None}
-        result = self.client.call(method, given or None, timeout_s=self._timeout_s)
-        # bool is an int to isinstance.
-        if not isinstance(result, expected) or (expected is int and isinstance(result, bool)):
-            raise RpcProtocolError(
-                f"{method}: result: expected {expected.__name__}, got {type(result).__name__}"
-            )
-        return result
-
-    def _list(self, method: str, params: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        result = self.call(method, list, params)
-        if not all(isinstance(element, dict) for element in result):
-            raise RpcProtocolError(f"{method}: result: expected a list of objects")
-        return result
-
-    # Framework, log, notify.
-
-    def spdk_get_version(self) -> Version:
-        return cast(Version, self.call("spdk_get_version", dict))
-
-    def rpc_get_methods(
-        self, *, current: bool | None = None, include_aliases: bool | None = None
-    ) -> list[str]:
-        return self.call("rpc_get_methods", list, {"current": current, "include_aliases": include_aliases})
-
-    def framework_wait_init(self) -> bool:
-        """Return when the framework is initialised."""
-        return self.call("framework_wait_init", bool)
-
-    def framework_start_init(self) -> bool:
-        """End the startup state (``--wait-for-rpc``). RpcStateError when it has ended."""
-        return self.call("framework_start_init", bool)
-
-    def framework_get_subsystems(self) -> list[FrameworkSubsystem]:
-        return cast("list[FrameworkSubsystem]", self._list("framework_get_subsystems"))
-
-    def framework_get_config(self, name: str) -> list[ConfigCall]:
-        """The calls that would bring the subsystem to its present state (none for some subsystems)."""
-        result = self.client.call("framework_get_config", {"name": name}, timeout_s=self._timeout_s)
-        if result is None:
-            return []
-        if not isinstance(result, list):
-            raise RpcProtocolError("framework_get_config: result: expected a list or null")
-        return cast("list[ConfigCall]", result)
-
-    def framework_get_reactors(self) -> Reactors:
-        return cast(Reactors, self.call("framework_get_reactors", dict))
-
-    def notify_get_types(self) -> list[str]:
-        return self.call("notify_get_types", list)
-
-    def notify_get_notifications(
-        self, *, first_id: int | None = None, max_count: int | None = None
-    ) -> list[Notification]:
-        return cast(
-            "list[Notification]",
-            self._list("notify_get_notifications", {"id": first_id, "max": max_count}),
-        )
-
-    def log_get_flags(self) -> dict[str, bool]:
-        return self.call("log_get_flags", dict)
-
-    def log_set_flag(self, flag: str) -> bool:
-        return self.call("log_set_flag", bool, {"flag": flag})
-
-    def log_clear_flag(self, flag: str) -> bool:
-        return self.call("log_clear_flag", bool, {"flag": flag})
-
-    def log_get_level(self) -> str:
-        return self.call("log_get_level", str)
-
-    def log_set_level(self, level: LogLevel) -> bool:
-        return self.call("log_set_level", bool, {"level": level})
-
-    def log_get_print_level(self) -> str:
-        return self.call("log_get_print_level", str)
-
-    def log_set_print_level(self, level: LogLevel) -> bool:
-        return self.call("log_set_print_level", bool, {"level": level})
-
-    # Bdevs.
-
-    def bdev_get_bdevs(self, *, name: str | None = None, timeout_ms: int | None = None) -> list[BdevInfo]:
-        """All bdevs, or the one of that name, waiting up to timeout_ms for it to appear (-110, without a wait -19)."""
-        return cast("list[BdevInfo]", self._list("bdev_get_bdevs", {"name": name, "timeout": timeout_ms}))
-
-    def bdev_wait_for_examine(self) -> bool:
-        return self.call("bdev_wait_for_examine", bool)
-
-    def bdev_get_iostat(
-        self,
-        *,
-        names: Sequence[str] | None = None,
-        per_channel: bool | None = None,
-        reset_mode: ResetMode | None = None,
-    ) -> BdevIoStat:
-        params = {
-            "names": None if names is None else list(names),
-            "per_channel": per_channel,
-            "reset_mode": reset_mode,
-        }
-        return cast(BdevIoStat, self.call("bdev_get_iostat", dict, params))
-
-    def bdev_reset_iostat(self, *, name: str | None = None, mode: ResetMode | None = None) -> bool:
-        return self.call("bdev_reset_iostat", bool, {"name": name, "mode": mode})
-
-    def bdev_malloc_create(
-        self, *, num_blocks: int, block_size: int, name: str | None = None, uuid: str | None = None
-    ) -> str:
-        params = {"name": name, "num_blocks": num_blocks, "block_size": block_size, "uuid": uuid}
-        return self.call("bdev_malloc_create", str, params)
-
-    def bdev_malloc_delete(self, name: str) -> bool:
-        return self.call("bdev_malloc_delete", bool, {"name": name})
-
-    def bdev_null_create(
-        self, *, name: str, num_blocks: int, block_size: int, uuid: str | None = None
-    ) -> str:
-        params = {"name": name, "num_blocks": num_blocks, "block_size": block_size, "uuid": uuid}
-        return self.call("bdev_null_create", str, params)
-
-    def bdev_null_delete(self, name: str) -> bool:
-        return self.call("bdev_null_delete", bool, {"name": name})
-
-    def bdev_aio_create(
-        self,
-        *,
-        name: str,
-        filename: str,
-        block_size: int | None = None,
-        readonly: bool | None = None,
-        fallocate: bool | None = None,
-        uuid: str | None = None,
-    ) -> str:
-        params = {
-            "name": name,
-            "filename": filename,
-            "block_size": block_size,
-            "readonly": readonly,
-            "fallocate": fallocate,
-            "uuid": uuid,
-        }
-        return self.call("bdev_aio_create", str, params)
-
-    def bdev_aio_delete(self, name: str) -> bool:
-        return self.call("bdev_aio_delete", bool, {"name": name})
-
-    def bdev_uring_create(
-        self, *, name: str, filename: str, block_size: int | None = None, uuid: str | None = None
-    ) -> str:
-        params = {"name": name, "filename": filename, "block_size": block_size, "uuid": uuid}
-        return self.call("bdev_uring_create", str, params)
-
-    def bdev_uring_delete(self, name: str) -> bool:
-        return self.call("bdev_uring_delete", bool, {"name": name})
-
-    def bdev_raid_create(
-        self,
-        *,
-        name: str,
-        strip_size_kb: int,
-        base_bdevs: Sequence[str],
-        raid_level: str = "raid0",
-        superblock: bool | None = None,
-        uuid: str | None = None,
-    ) -> bool:
-        """Succeeds also while base bdevs are missing: check the state with bdev_raid_get_bdevs."""
-        params = {
-            "name": name,
-            "strip_size_kb": strip_size_kb,
-            "raid_level": raid_level,
-            "base_bdevs": list(base_bdevs),
-            "superblock": superblock,
-            "uuid": uuid,
-        }
-        return self.call("bdev_raid_create", bool, params)
-
-    def bdev_raid_delete(self, name: str) -> bool:
-        return self.call("bdev_raid_delete", bool, {"name": name})
-
-    def bdev_raid_get_bdevs(self, category: RaidCategory = "all") -> list[RaidInfo]:
-        return cast("list[RaidInfo]", self._list("bdev_raid_get_bdevs", {"category": category}))
-
-    # NVMe-oF target.
-
-    def nvmf_create_transport(
-        self,
-        *,
-        trtype: str = "TCP",
-        max_queue_depth: int | None = None,
-        max_io_qpairs_per_ctrlr: int | None = None,
-        in_capsule_data_size: int | None = None,
-        max_io_size: int | None = None,
-        max_aq_depth: int | None = None,
-        c2h_success: bool | None = None,
-        sock_priority: int | None = None,
-        abort_timeout_sec: int | None = None,
-        kas: int | None = None,
-        min_kato: int | None = None,
-    ) -> bool:
-        params = {
-            "trtype": trtype,
-            "max_queue_depth": max_queue_depth,
-            "max_io_qpairs_per_ctrlr": max_io_qpairs_per_ctrlr,
-            "in_capsule_data_size": in_capsule_data_size,
-            "max_io_size": max_io_size,
-            "max_aq_depth": max_aq_depth,
-            "c2h_success": c2h_success,
-            "sock_priority": sock_priority,
-            "abort_timeout_sec": abort_timeout_sec,
-            "kas": kas,
-            "min_kato": min_kato,
-        }
-        return self.call("nvmf_create_transport", bool, params)
-
-    def nvmf_get_transports(self, *, trtype: str | None = None) -> list[TransportInfo]:
-        return cast("list[TransportInfo]", self._list("nvmf_get_transports", {"trtype": trtype}))
-
-    def nvmf_create_subsystem(
-        self,
-        *,
-        nqn: str,
-        serial_number: str | None = None,
-        model_number: str | None = None,
-        max_namespaces: int | None = None,
-        allow_any_host: bool | None = None,
-        ana_reporting: bool | None = None,
-        min_cntlid: int | None = None,
-        max_cntlid: int | None = None,
-    ) -> bool:
-        params = {
-            "nqn": nqn,
-            "serial_number": serial_number,
-            "model_number": model_number,
-            "max_namespaces": max_namespaces,
-            "allow_any_host": allow_any_host,
-            "ana_reporting": ana_reporting,
-            "min_cntlid": min_cntlid,
-            "max_cntlid": max_cntlid,
-        }
-        return self.call("nvmf_create_subsystem", bool, params)
-
-    def nvmf_delete_subsystem(self, nqn: str) -> bool:
-        return self.call("nvmf_delete_subsystem", bool, {"nqn": nqn})
-
-    def nvmf_get_subsystems(self, *, nqn: str | None = None) -> list[SubsystemInfo]:
-        return cast("list[SubsystemInfo]", self._list("nvmf_get_subsystems", {"nqn": nqn}))
-
-    def nvmf_subsystem_add_ns(
-        self,
-        *,
-        nqn: str,
-        bdev_name: str,
-        nsid: int | None = None,
-        uuid: str | None = None,
-        nguid: str | None = None,
-        eui64: str | None = None,
-        anagrpid: int | None = None,
-    ) -> int:
-        """Add a namespace; returns its nsid."""
-        identity = {
-            "bdev_name": bdev_name,
-            "nsid": nsid,
-            "uuid": uuid,
-            "nguid": nguid,
-            "eui64": eui64,
-            "anagrpid": anagrpid,
-        }
-        namespace = {name: value for name, value in identity.items() if value is not None}
-        return self.call("nvmf_subsystem_add_ns", int, {"nqn": nqn, "namespace": namespace})
-
-    def nvmf_subsystem_remove_ns(self, *, nqn: str, nsid: int) -> bool:
-        return self.call("nvmf_subsystem_remove_ns", bool, {"nqn": nqn, "nsid": nsid})
-
-    def nvmf_subsystem_add_listener(
-        self,
-        *,
-        nqn: str,
-        traddr: str,
-        trsvcid: int | str,
-        trtype: str = "TCP",
-        secure_channel: bool | None = None,
-        ana_state: AnaState | None = None,
-    ) -> bool:
-        params = {
-            "nqn": nqn,
-            "listen_address": listen_address(trtype=trtype, traddr=traddr, trsvcid=trsvcid),
-            "secure_channel": secure_channel,
-            "ana_state": ana_state,
-        }
-        return self.call("nvmf_subsystem_add_listener", bool, params)
-
-    def nvmf_subsystem_remove_listener(
-        self, *, nqn: str, traddr: str, trsvcid: int | str, trtype: str = "TCP"
-    ) -> bool:
-        params = {
-            "nqn": nqn,
-            "listen_address": listen_address(trtype=trtype, traddr=traddr, trsvcid=trsvcid),
-        }
-        return self.call("nvmf_subsystem_remove_listener", bool, params)
-
-    def nvmf_subsystem_get_listeners(self, nqn: str) -> list[Listener]:
-        return cast("list[Listener]", self._list("nvmf_subsystem_get_listeners", {"nqn": nqn}))
-
-    def nvmf_subsystem_add_host(
-        self,
-        *,
-        nqn: str,
-        host: str,
-        psk: str | None = None,
-        dhchap_key: str | None = None,
-        dhchap_ctrlr_key: str | None = None,
-    ) -> bool:
-        """Allow a host. The keys are names in the target's keyring."""
-        params = {
-            "nqn": nqn,
-            "host": host,
-            "psk": psk,
-            "dhchap_key": dhchap_key,
-            "dhchap_ctrlr_key": dhchap_ctrlr_key,
-        }
-        return self.call("nvmf_subsystem_add_host", bool, params)
-
-    def nvmf_subsystem_remove_host(self, *, nqn: str, host: str, timeout_ms: int | None = None) -> bool:
-        params = {"nqn": nqn, "host": host, "timeout_ms": timeout_ms}
-        return self.call("nvmf_subsystem_remove_host", bool, params)
-
-    def nvmf_subsystem_allow_any_host(self, *, nqn: str, allow_any_host: bool) -> bool:
-        params = {"nqn": nqn, "allow_any_host": allow_any_host}
-        return self.call("nvmf_subsystem_allow_any_host", bool, params)
-
-    def nvmf_subsystem_get_controllers(self, nqn: str) -> list[ControllerInfo]:
-        return cast("list[ControllerInfo]", self._list("nvmf_subsystem_get_controllers", {"nqn": nqn}))
-
-    def nvmf_subsystem_get_qpairs(self, nqn: str) -> list[QpairInfo]:
-        return cast("list[QpairInfo]", self._list("nvmf_subsystem_get_qpairs", {"nqn": nqn}))
-
-    def nvmf_get_stats(self) -> NvmfStats:
-        return cast(NvmfStats, self.call("nvmf_get_stats", dict))
+from spdk_rpc import calls
+from spdk_rpc.runner import AsyncRunner, Runner, awaited, run_now
+
+
+class SpdkRpc(Runner):
+    """Each method sends its call and returns the result."""
+
+    framework_start_init = run_now(calls.framework_start_init)
+    framework_wait_init = run_now(calls.framework_wait_init)
+    framework_get_subsystems = run_now(calls.framework_get_subsystems)
+    framework_get_config = run_now(calls.framework_get_config)
+    framework_get_reactors = run_now(calls.framework_get_reactors)
+    thread_get_stats = run_now(calls.thread_get_stats)
+    framework_set_scheduler = run_now(calls.framework_set_scheduler)
+    framework_get_scheduler = run_now(calls.framework_get_scheduler)
+    framework_enable_cpumask_locks = run_now(calls.framework_enable_cpumask_locks)
+    framework_disable_cpumask_locks = run_now(calls.framework_disable_cpumask_locks)
+    framework_monitor_context_switch = run_now(calls.framework_monitor_context_switch)
+    rpc_get_methods = run_now(calls.rpc_get_methods)
+    spdk_get_version = run_now(calls.spdk_get_version)
+    spdk_kill_instance = run_now(calls.spdk_kill_instance)
+    notify_get_types = run_now(calls.notify_get_types)
+    notify_get_notifications = run_now(calls.notify_get_notifications)
+    keyring_file_add_key = run_now(calls.keyring_file_add_key)
+    keyring_file_remove_key = run_now(calls.keyring_file_remove_key)
+    keyring_get_keys = run_now(calls.keyring_get_keys)
+    keyring_linux_set_options = run_now(calls.keyring_linux_set_options)
+    log_get_flags = run_now(calls.log_get_flags)
+    log_set_flag = run_now(calls.log_set_flag)
+    log_clear_flag = run_now(calls.log_clear_flag)
+    log_set_level = run_now(calls.log_set_level)
+    log_get_level = run_now(calls.log_get_level)
+    log_set_print_level = run_now(calls.log_set_print_level)
+    log_get_print_level = run_now(calls.log_get_print_level)
+    log_enable_timestamps = run_now(calls.log_enable_timestamps)
+    accel_error_inject_error = run_now(calls.accel_error_inject_error)
+    accel_assign_opc = run_now(calls.accel_assign_opc)
+    iobuf_set_options = run_now(calls.iobuf_set_options)
+    iobuf_get_stats = run_now(calls.iobuf_get_stats)
+    sock_impl_get_options = run_now(calls.sock_impl_get_options)
+    sock_impl_set_options = run_now(calls.sock_impl_set_options)
+    sock_set_default_impl = run_now(calls.sock_set_default_impl)
+    sock_get_default_impl = run_now(calls.sock_get_default_impl)
+    nvmf_create_transport = run_now(calls.nvmf_create_transport)
+    nvmf_get_subsystems = run_now(calls.nvmf_get_subsystems)
+    nvmf_create_subsystem = run_now(calls.nvmf_create_subsystem)
+    nvmf_delete_subsystem = run_now(calls.nvmf_delete_subsystem)
+    nvmf_subsystem_add_listener = run_now(calls.nvmf_subsystem_add_listener)
+    nvmf_subsystem_remove_listener = run_now(calls.nvmf_subsystem_remove_listener)
+    nvmf_subsystem_listener_set_ana_state = run_now(calls.nvmf_subsystem_listener_set_ana_state)
+    nvmf_subsystem_add_ns = run_now(calls.nvmf_subsystem_add_ns)
+    nvmf_subsystem_remove_ns = run_now(calls.nvmf_subsystem_remove_ns)
+    nvmf_subsystem_set_ns_ana_group = run_now(calls.nvmf_subsystem_set_ns_ana_group)
+    nvmf_subsystem_add_host = run_now(calls.nvmf_subsystem_add_host)
+    nvmf_subsystem_remove_host = run_now(calls.nvmf_subsystem_remove_host)
+    nvmf_subsystem_allow_any_host = run_now(calls.nvmf_subsystem_allow_any_host)
+    nvmf_subsystem_set_keys = run_now(calls.nvmf_subsystem_set_keys)
+    nvmf_subsystem_get_controllers = run_now(calls.nvmf_subsystem_get_controllers)
+    nvmf_subsystem_get_qpairs = run_now(calls.nvmf_subsystem_get_qpairs)
+    nvmf_subsystem_get_listeners = run_now(calls.nvmf_subsystem_get_listeners)
+    nvmf_ns_add_host = run_now(calls.nvmf_ns_add_host)
+    nvmf_ns_remove_host = run_now(calls.nvmf_ns_remove_host)
+    nvmf_set_max_subsystems = run_now(calls.nvmf_set_max_subsystems)
+    nvmf_discovery_add_referral = run_now(calls.nvmf_discovery_add_referral)
+    nvmf_discovery_remove_referral = run_now(calls.nvmf_discovery_remove_referral)
+    nvmf_discovery_get_referrals = run_now(calls.nvmf_discovery_get_referrals)
+    nvmf_set_config = run_now(calls.nvmf_set_config)
+    nvmf_get_transports = run_now(calls.nvmf_get_transports)
+    nvmf_get_stats = run_now(calls.nvmf_get_stats)
+    nvmf_set_crdt = run_now(calls.nvmf_set_crdt)
+    nvmf_publish_mdns_prr = run_now(calls.nvmf_publish_mdns_prr)
+    nvmf_stop_mdns_prr = run_now(calls.nvmf_stop_mdns_prr)
+    bdev_nvme_set_options = run_now(calls.bdev_nvme_set_options)
+    bdev_nvme_set_hotplug = run_now(calls.bdev_nvme_set_hotplug)
+    bdev_nvme_attach_controller = run_now(calls.bdev_nvme_attach_controller)
+    bdev_nvme_get_controllers = run_now(calls.bdev_nvme_get_controllers)
+    bdev_nvme_detach_controller = run_now(calls.bdev_nvme_detach_controller)
+    bdev_nvme_reset_controller = run_now(calls.bdev_nvme_reset_controller)
+    bdev_nvme_enable_controller = run_now(calls.bdev_nvme_enable_controller)
+    bdev_nvme_disable_controller = run_now(calls.bdev_nvme_disable_controller)
+    bdev_nvme_start_discovery = run_now(calls.bdev_nvme_start_discovery)
+    bdev_nvme_stop_discovery = run_now(calls.bdev_nvme_stop_discovery)
+    bdev_nvme_get_discovery_info = run_now(calls.bdev_nvme_get_discovery_info)
+    bdev_nvme_get_io_paths = run_now(calls.bdev_nvme_get_io_paths)
+    bdev_nvme_set_preferred_path = run_now(calls.bdev_nvme_set_preferred_path)
+    bdev_nvme_set_multipath_policy = run_now(calls.bdev_nvme_set_multipath_policy)
+    bdev_nvme_get_path_iostat = run_now(calls.bdev_nvme_get_path_iostat)
+    bdev_nvme_cuse_register = run_now(calls.bdev_nvme_cuse_register)
+    bdev_nvme_cuse_unregister = run_now(calls.bdev_nvme_cuse_unregister)
+    bdev_nvme_set_keys = run_now(calls.bdev_nvme_set_keys)
+    bdev_nvme_apply_firmware = run_now(calls.bdev_nvme_apply_firmware)
+    bdev_nvme_get_transport_statistics = run_now(calls.bdev_nvme_get_transport_statistics)
+    bdev_nvme_get_controller_health_info = run_now(calls.bdev_nvme_get_controller_health_info)
+    bdev_nvme_opal_init = run_now(calls.bdev_nvme_opal_init)
+    bdev_nvme_opal_revert = run_now(calls.bdev_nvme_opal_revert)
+    bdev_nvme_send_cmd = run_now(calls.bdev_nvme_send_cmd)
+    bdev_nvme_add_error_injection = run_now(calls.bdev_nvme_add_error_injection)
+    bdev_nvme_remove_error_injection = run_now(calls.bdev_nvme_remove_error_injection)
+    bdev_nvme_start_mdns_discovery = run_now(calls.bdev_nvme_start_mdns_discovery)
+    bdev_nvme_stop_mdns_discovery = run_now(calls.bdev_nvme_stop_mdns_discovery)
+    bdev_nvme_get_mdns_discovery_info = run_now(calls.bdev_nvme_get_mdns_discovery_info)
+    bdev_raid_set_options = run_now(calls.bdev_raid_set_options)
+    bdev_raid_get_bdevs = run_now(calls.bdev_raid_get_bdevs)
+    bdev_raid_create = run_now(calls.bdev_raid_create)
+    bdev_raid_delete = run_now(calls.bdev_raid_delete)
+    bdev_raid_add_base_bdev = run_now(calls.bdev_raid_add_base_bdev)
+    bdev_raid_remove_base_bdev = run_now(calls.bdev_raid_remove_base_bdev)
+    bdev_lvol_create_lvstore = run_now(calls.bdev_lvol_create_lvstore)
+    bdev_lvol_delete_lvstore = run_now(calls.bdev_lvol_delete_lvstore)
+    bdev_lvol_get_lvstores = run_now(calls.bdev_lvol_get_lvstores)
+    bdev_lvol_rename_lvstore = run_now(calls.bdev_lvol_rename_lvstore)
+    bdev_lvol_grow_lvstore = run_now(calls.bdev_lvol_grow_lvstore)
+    bdev_lvol_create = run_now(calls.bdev_lvol_create)
+    bdev_lvol_snapshot = run_now(calls.bdev_lvol_snapshot)
+    bdev_lvol_clone = run_now(calls.bdev_lvol_clone)
+    bdev_lvol_clone_bdev = run_now(calls.bdev_lvol_clone_bdev)
+    bdev_lvol_rename = run_now(calls.bdev_lvol_rename)
+    bdev_lvol_resize = run_now(calls.bdev_lvol_resize)
+    bdev_lvol_set_read_only = run_now(calls.bdev_lvol_set_read_only)
+    bdev_lvol_delete = run_now(calls.bdev_lvol_delete)
+    bdev_lvol_inflate = run_now(calls.bdev_lvol_inflate)
+    bdev_lvol_decouple_parent = run_now(calls.bdev_lvol_decouple_parent)
+    bdev_lvol_get_lvols = run_now(calls.bdev_lvol_get_lvols)
+    bdev_lvol_set_parent = run_now(calls.bdev_lvol_set_parent)
+    bdev_lvol_set_parent_bdev = run_now(calls.bdev_lvol_set_parent_bdev)
+    bdev_lvol_start_shallow_copy = run_now(calls.bdev_lvol_start_shallow_copy)
+    bdev_lvol_check_shallow_copy = run_now(calls.bdev_lvol_check_shallow_copy)
+    bdev_malloc_create = run_now(calls.bdev_malloc_create)
+    bdev_malloc_delete = run_now(calls.bdev_malloc_delete)
+    bdev_null_create = run_now(calls.bdev_null_create)
+    bdev_null_delete = run_now(calls.bdev_null_delete)
+    bdev_null_resize = run_now(calls.bdev_null_resize)
+    bdev_aio_create = run_now(calls.bdev_aio_create)
+    bdev_aio_rescan = run_now(calls.bdev_aio_rescan)
+    bdev_aio_delete = run_now(calls.bdev_aio_delete)
+    bdev_zone_block_create = run_now(calls.bdev_zone_block_create)
+    bdev_zone_block_delete = run_now(calls.bdev_zone_block_delete)
+    bdev_delay_create = run_now(calls.bdev_delay_create)
+    bdev_delay_delete = run_now(calls.bdev_delay_delete)
+    bdev_delay_update_latency = run_now(calls.bdev_delay_update_latency)
+    bdev_error_create = run_now(calls.bdev_error_create)
+    bdev_error_delete = run_now(calls.bdev_error_delete)
+    bdev_error_inject_error = run_now(calls.bdev_error_inject_error)
+    bdev_error_resume_pending = run_now(calls.bdev_error_resume_pending)
+    bdev_passthru_create = run_now(calls.bdev_passthru_create)
+    bdev_passthru_delete = run_now(calls.bdev_passthru_delete)
+    bdev_split_create = run_now(calls.bdev_split_create)
+    bdev_split_delete = run_now(calls.bdev_split_delete)
+    bdev_uring_create = run_now(calls.bdev_uring_create)
+    bdev_uring_rescan = run_now(calls.bdev_uring_rescan)
+    bdev_uring_delete = run_now(calls.bdev_uring_delete)
+    bdev_set_options = run_now(calls.bdev_set_options)
+    bdev_get_bdevs = run_now(calls.bdev_get_bdevs)
+    bdev_examine = run_now(calls.bdev_examine)
+    bdev_wait_for_examine = run_now(calls.bdev_wait_for_examine)
+    bdev_set_qos_limit = run_now(calls.bdev_set_qos_limit)
+    bdev_set_qd_sampling_period = run_now(calls.bdev_set_qd_sampling_period)
+    bdev_get_iostat = run_now(calls.bdev_get_iostat)
+    bdev_reset_iostat = run_now(calls.bdev_reset_iostat)
+    bdev_enable_histogram = run_now(calls.bdev_enable_histogram)
+    bdev_get_histogram = run_now(calls.bdev_get_histogram)
+    bdev_get_histogram_borders = run_now(calls.bdev_get_histogram_borders)
+    vhost_controller_set_coalescing = run_now(calls.vhost_controller_set_coalescing)
+    vhost_create_scsi_controller = run_now(calls.vhost_create_scsi_controller)
+    vhost_start_scsi_controller = run_now(calls.vhost_start_scsi_controller)
+    vhost_scsi_controller_add_target = run_now(calls.vhost_scsi_controller_add_target)
+    vhost_scsi_controller_remove_target = run_now(calls.vhost_scsi_controller_remove_target)
+    virtio_blk_create_transport = run_now(calls.virtio_blk_create_transport)
+    virtio_blk_get_transports = run_now(calls.virtio_blk_get_transports)
+    vhost_create_blk_controller = run_now(calls.vhost_create_blk_controller)
+    vhost_get_controllers = run_now(calls.vhost_get_controllers)
+    vhost_delete_controller = run_now(calls.vhost_delete_controller)
+    ublk_create_target = run_now(calls.ublk_create_target)
+    ublk_destroy_target = run_now(calls.ublk_destroy_target)
+    ublk_start_disk = run_now(calls.ublk_start_disk)
+    ublk_recover_disk = run_now(calls.ublk_recover_disk)
+    ublk_stop_disk = run_now(calls.ublk_stop_disk)
+    ublk_get_disks = run_now(calls.ublk_get_disks)
+    nbd_start_disk = run_now(calls.nbd_start_disk)
+    nbd_stop_disk = run_now(calls.nbd_stop_disk)
+    nbd_get_disks = run_now(calls.nbd_get_disks)
+
+
+class AsyncSpdkRpc(AsyncRunner):
+    """Each method returns an awaitable of the result."""
+
+    framework_start_init = awaited(calls.framework_start_init)
+    framework_wait_init = awaited(calls.framework_wait_init)
+    framework_get_subsystems = awaited(calls.framework_get_subsystems)
+    framework_get_config = awaited(calls.framework_get_config)
+    framework_get_reactors = awaited(calls.framework_get_reactors)
+    thread_get_stats = awaited(calls.thread_get_stats)
+    framework_set_scheduler = awaited(calls.framework_set_scheduler)
+    framework_get_scheduler = awaited(calls.framework_get_scheduler)
+    framework_enable_cpumask_locks = awaited(calls.framework_enable_cpumask_locks)
+    framework_disable_cpumask_locks = awaited(calls.framework_disable_cpumask_locks)
+    framework_monitor_context_switch = awaited(calls.framework_monitor_context_switch)
+    rpc_get_methods = awaited(calls.rpc_get_methods)
+    spdk_get_version = awaited(calls.spdk_get_version)
+    spdk_kill_instance = awaited(calls.spdk_kill_instance)
+    notify_get_types = awaited(calls.notify_get_types)
+    notify_get_notifications = awaited(calls.notify_get_notifications)
+    keyring_file_add_key = awaited(calls.keyring_file_add_key)
+    keyring_file_remove_key = awaited(calls.keyring_file_remove_key)
+    keyring_get_keys = awaited(calls.keyring_get_keys)
+    keyring_linux_set_options = awaited(calls.keyring_linux_set_options)
+    log_get_flags = awaited(calls.log_get_flags)
+    log_set_flag = awaited(calls.log_set_flag)
+    log_clear_flag = awaited(calls.log_clear_flag)
+    log_set_level = awaited(calls.log_set_level)
+    log_get_level = awaited(calls.log_get_level)
+    log_set_print_level = awaited(calls.log_set_print_level)
+    log_get_print_level = awaited(calls.log_get_print_level)
+    log_enable_timestamps = awaited(calls.log_enable_timestamps)
+    accel_error_inject_error = awaited(calls.accel_error_inject_error)
+    accel_assign_opc = awaited(calls.accel_assign_opc)
+    iobuf_set_options = awaited(calls.iobuf_set_options)
+    iobuf_get_stats = awaited(calls.iobuf_get_stats)
+    sock_impl_get_options = awaited(calls.sock_impl_get_options)
+    sock_impl_set_options = awaited(calls.sock_impl_set_options)
+    sock_set_default_impl = awaited(calls.sock_set_default_impl)
+    sock_get_default_impl = awaited(calls.sock_get_default_impl)
+    nvmf_create_transport = awaited(calls.nvmf_create_transport)
+    nvmf_get_subsystems = awaited(calls.nvmf_get_subsystems)
+    nvmf_create_subsystem = awaited(calls.nvmf_create_subsystem)
+    nvmf_delete_subsystem = awaited(calls.nvmf_delete_subsystem)
+    nvmf_subsystem_add_listener = awaited(calls.nvmf_subsystem_add_listener)
+    nvmf_subsystem_remove_listener = awaited(calls.nvmf_subsystem_remove_listener)
+    nvmf_subsystem_listener_set_ana_state = awaited(calls.nvmf_subsystem_listener_set_ana_state)
+    nvmf_subsystem_add_ns = awaited(calls.nvmf_subsystem_add_ns)
+    nvmf_subsystem_remove_ns = awaited(calls.nvmf_subsystem_remove_ns)
+    nvmf_subsystem_set_ns_ana_group = awaited(calls.nvmf_subsystem_set_ns_ana_group)
+    nvmf_subsystem_add_host = awaited(calls.nvmf_subsystem_add_host)
+    nvmf_subsystem_remove_host = awaited(calls.nvmf_subsystem_remove_host)
+    nvmf_subsystem_allow_any_host = awaited(calls.nvmf_subsystem_allow_any_host)
+    nvmf_subsystem_set_keys = awaited(calls.nvmf_subsystem_set_keys)
+    nvmf_subsystem_get_controllers = awaited(calls.nvmf_subsystem_get_controllers)
+    nvmf_subsystem_get_qpairs = awaited(calls.nvmf_subsystem_get_qpairs)
+    nvmf_subsystem_get_listeners = awaited(calls.nvmf_subsystem_get_listeners)
+    nvmf_ns_add_host = awaited(calls.nvmf_ns_add_host)
+    nvmf_ns_remove_host = awaited(calls.nvmf_ns_remove_host)
+    nvmf_set_max_subsystems = awaited(calls.nvmf_set_max_subsystems)
+    nvmf_discovery_add_referral = awaited(calls.nvmf_discovery_add_referral)
+    nvmf_discovery_remove_referral = awaited(calls.nvmf_discovery_remove_referral)
+    nvmf_discovery_get_referrals = awaited(calls.nvmf_discovery_get_referrals)
+    nvmf_set_config = awaited(calls.nvmf_set_config)
+    nvmf_get_transports = awaited(calls.nvmf_get_transports)
+    nvmf_get_stats = awaited(calls.nvmf_get_stats)
+    nvmf_set_crdt = awaited(calls.nvmf_set_crdt)
+    nvmf_publish_mdns_prr = awaited(calls.nvmf_publish_mdns_prr)
+    nvmf_stop_mdns_prr = awaited(calls.nvmf_stop_mdns_prr)
+    bdev_nvme_set_options = awaited(calls.bdev_nvme_set_options)
+    bdev_nvme_set_hotplug = awaited(calls.bdev_nvme_set_hotplug)
+    bdev_nvme_attach_controller = awaited(calls.bdev_nvme_attach_controller)
+    bdev_nvme_get_controllers = awaited(calls.bdev_nvme_get_controllers)
+    bdev_nvme_detach_controller = awaited(calls.bdev_nvme_detach_controller)
+    bdev_nvme_reset_controller = awaited(calls.bdev_nvme_reset_controller)
+    bdev_nvme_enable_controller = awaited(calls.bdev_nvme_enable_controller)
+    bdev_nvme_disable_controller = awaited(calls.bdev_nvme_disable_controller)
+    bdev_nvme_start_discovery = awaited(calls.bdev_nvme_start_discovery)
+    bdev_nvme_stop_discovery = awaited(calls.bdev_nvme_stop_discovery)
+    bdev_nvme_get_discovery_info = awaited(calls.bdev_nvme_get_discovery_info)
+    bdev_nvme_get_io_paths = awaited(calls.bdev_nvme_get_io_paths)
+    bdev_nvme_set_preferred_path = awaited(calls.bdev_nvme_set_preferred_path)
+    bdev_nvme_set_multipath_policy = awaited(calls.bdev_nvme_set_multipath_policy)
+    bdev_nvme_get_path_iostat = awaited(calls.bdev_nvme_get_path_iostat)
+    bdev_nvme_cuse_register = awaited(calls.bdev_nvme_cuse_register)
+    bdev_nvme_cuse_unregister = awaited(calls.bdev_nvme_cuse_unregister)
+    bdev_nvme_set_keys = awaited(calls.bdev_nvme_set_keys)
+    bdev_nvme_apply_firmware = awaited(calls.bdev_nvme_apply_firmware)
+    bdev_nvme_get_transport_statistics = awaited(calls.bdev_nvme_get_transport_statistics)
+    bdev_nvme_get_controller_health_info = awaited(calls.bdev_nvme_get_controller_health_info)
+    bdev_nvme_opal_init = awaited(calls.bdev_nvme_opal_init)
+    bdev_nvme_opal_revert = awaited(calls.bdev_nvme_opal_revert)
+    bdev_nvme_send_cmd = awaited(calls.bdev_nvme_send_cmd)
+    bdev_nvme_add_error_injection = awaited(calls.bdev_nvme_add_error_injection)
+    bdev_nvme_remove_error_injection = awaited(calls.bdev_nvme_remove_error_injection)
+    bdev_nvme_start_mdns_discovery = awaited(calls.bdev_nvme_start_mdns_discovery)
+    bdev_nvme_stop_mdns_discovery = awaited(calls.bdev_nvme_stop_mdns_discovery)
+    bdev_nvme_get_mdns_discovery_info = awaited(calls.bdev_nvme_get_mdns_discovery_info)
+    bdev_raid_set_options = awaited(calls.bdev_raid_set_options)
+    bdev_raid_get_bdevs = awaited(calls.bdev_raid_get_bdevs)
+    bdev_raid_create = awaited(calls.bdev_raid_create)
+    bdev_raid_delete = awaited(calls.bdev_raid_delete)
+    bdev_raid_add_base_bdev = awaited(calls.bdev_raid_add_base_bdev)
+    bdev_raid_remove_base_bdev = awaited(calls.bdev_raid_remove_base_bdev)
+    bdev_lvol_create_lvstore = awaited(calls.bdev_lvol_create_lvstore)
+    bdev_lvol_delete_lvstore = awaited(calls.bdev_lvol_delete_lvstore)
+    bdev_lvol_get_lvstores = awaited(calls.bdev_lvol_get_lvstores)
+    bdev_lvol_rename_lvstore = awaited(calls.bdev_lvol_rename_lvstore)
+    bdev_lvol_grow_lvstore = awaited(calls.bdev_lvol_grow_lvstore)
+    bdev_lvol_create = awaited(calls.bdev_lvol_create)
+    bdev_lvol_snapshot = awaited(calls.bdev_lvol_snapshot)
+    bdev_lvol_clone = awaited(calls.bdev_lvol_clone)
+    bdev_lvol_clone_bdev = awaited(calls.bdev_lvol_clone_bdev)
+    bdev_lvol_rename = awaited(calls.bdev_lvol_rename)
+    bdev_lvol_resize = awaited(calls.bdev_lvol_resize)
+    bdev_lvol_set_read_only = awaited(calls.bdev_lvol_set_read_only)
+    bdev_lvol_delete = awaited(calls.bdev_lvol_delete)
+    bdev_lvol_inflate = awaited(calls.bdev_lvol_inflate)
+    bdev_lvol_decouple_parent = awaited(calls.bdev_lvol_decouple_parent)
+    bdev_lvol_get_lvols = awaited(calls.bdev_lvol_get_lvols)
+    bdev_lvol_set_parent = awaited(calls.bdev_lvol_set_parent)
+    bdev_lvol_set_parent_bdev = awaited(calls.bdev_lvol_set_parent_bdev)
+    bdev_lvol_start_shallow_copy = awaited(calls.bdev_lvol_start_shallow_copy)
+    bdev_lvol_check_shallow_copy = awaited(calls.bdev_lvol_check_shallow_copy)
+    bdev_malloc_create = awaited(calls.bdev_malloc_create)
+    bdev_malloc_delete = awaited(calls.bdev_malloc_delete)
+    bdev_null_create = awaited(calls.bdev_null_create)
+    bdev_null_delete = awaited(calls.bdev_null_delete)
+    bdev_null_resize = awaited(calls.bdev_null_resize)
+    bdev_aio_create = awaited(calls.bdev_aio_create)
+    bdev_aio_rescan = awaited(calls.bdev_aio_rescan)
+    bdev_aio_delete = awaited(calls.bdev_aio_delete)
+    bdev_zone_block_create = awaited(calls.bdev_zone_block_create)
+    bdev_zone_block_delete = awaited(calls.bdev_zone_block_delete)
+    bdev_delay_create = awaited(calls.bdev_delay_create)
+    bdev_delay_delete = awaited(calls.bdev_delay_delete)
+    bdev_delay_update_latency = awaited(calls.bdev_delay_update_latency)
+    bdev_error_create = awaited(calls.bdev_error_create)
+    bdev_error_delete = awaited(calls.bdev_error_delete)
+    bdev_error_inject_error = awaited(calls.bdev_error_inject_error)
+    bdev_error_resume_pending = awaited(calls.bdev_error_resume_pending)
+    bdev_passthru_create = awaited(calls.bdev_passthru_create)
+    bdev_passthru_delete = awaited(calls.bdev_passthru_delete)
+    bdev_split_create = awaited(calls.bdev_split_create)
+    bdev_split_delete = awaited(calls.bdev_split_delete)
+    bdev_uring_create = awaited(calls.bdev_uring_create)
+    bdev_uring_rescan = awaited(calls.bdev_uring_rescan)
+    bdev_uring_delete = awaited(calls.bdev_uring_delete)
+    bdev_set_options = awaited(calls.bdev_set_options)
+    bdev_get_bdevs = awaited(calls.bdev_get_bdevs)
+    bdev_examine = awaited(calls.bdev_examine)
+    bdev_wait_for_examine = awaited(calls.bdev_wait_for_examine)
+    bdev_set_qos_limit = awaited(calls.bdev_set_qos_limit)
+    bdev_set_qd_sampling_period = awaited(calls.bdev_set_qd_sampling_period)
+    bdev_get_iostat = awaited(calls.bdev_get_iostat)
+    bdev_reset_iostat = awaited(calls.bdev_reset_iostat)
+    bdev_enable_histogram = awaited(calls.bdev_enable_histogram)
+    bdev_get_histogram = awaited(calls.bdev_get_histogram)
+    bdev_get_histogram_borders = awaited(calls.bdev_get_histogram_borders)
+    vhost_controller_set_coalescing = awaited(calls.vhost_controller_set_coalescing)
+    vhost_create_scsi_controller = awaited(calls.vhost_create_scsi_controller)
+    vhost_start_scsi_controller = awaited(calls.vhost_start_scsi_controller)
+    vhost_scsi_controller_add_target = awaited(calls.vhost_scsi_controller_add_target)
+    vhost_scsi_controller_remove_target = awaited(calls.vhost_scsi_controller_remove_target)
+    virtio_blk_create_transport = awaited(calls.virtio_blk_create_transport)
+    virtio_blk_get_transports = awaited(calls.virtio_blk_get_transports)
+    vhost_create_blk_controller = awaited(calls.vhost_create_blk_controller)
+    vhost_get_controllers = awaited(calls.vhost_get_controllers)
+    vhost_delete_controller = awaited(calls.vhost_delete_controller)
+    ublk_create_target = awaited(calls.ublk_create_target)
+    ublk_destroy_target = awaited(calls.ublk_destroy_target)
+    ublk_start_disk = awaited(calls.ublk_start_disk)
+    ublk_recover_disk = awaited(calls.ublk_recover_disk)
+    ublk_stop_disk = awaited(calls.ublk_stop_disk)
+    ublk_get_disks = awaited(calls.ublk_get_disks)
+    nbd_start_disk = awaited(calls.nbd_start_disk)
+    nbd_stop_disk = awaited(calls.nbd_stop_disk)
+    nbd_get_disks = awaited(calls.nbd_get_disks)

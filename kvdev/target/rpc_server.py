@@ -23,7 +23,7 @@ from typing import Any
 
 from kvdev.errors import ConnectError, DeadlineError, UsageError
 from kvdev.target.model import SpdkError
-from spdk_rpc.client import UNIX_PATH_LIMIT_BYTES
+from spdk_rpc.address import UNIX_PATH_LIMIT_BYTES
 from spdk_rpc.errors import ERROR_INTERNAL, ERROR_INVALID_REQUEST
 from spdk_rpc.framing import (
     REPLY_SIZE_LIMIT_BYTES,
