@@ -30,7 +30,8 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*")
+"""Twenty digits are more bytes than any address has bits for; more would overflow a float further on."""
 
 
 def parse_size(text: str, *, field: str) -> int:
@@ -40,7 +41,7 @@ def parse_size(text: str, *, field: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None or match.group(2).upper() not in _UNITS:
-        raise UsageError(f"{field}: expected a size such as 64KiB or 1GiB, got {text!r}")
+        raise UsageError(f"{field}: expected a size such as 64KiB or 1GiB, got {text!r:.80}")
     size = float(match.group(1)) * _UNITS[match.group(2).upper()]
     if size != int(size):
         raise UsageError(f"{field}: expected a whole number of bytes, got {text!r}")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvdev.block.device import DeviceIdentity, aligned_buffer
 from kvdev.block.local import STATUS_COMPARE_FAILURE, STATUS_INVALID_OPCODE, LocalDevice, LocalQueue, bytes_at
-from kvdev.errors import UsageError
+from kvdev.errors import CapacityError, UsageError
 from kvdev.native.io import (
     OPCODE_COMPARE,
     OPCODE_DSM,
@@ -65,7 +65,7 @@ class MemoryDevice(LocalDevice):
         self.block_count = size_bytes // block_size_bytes
         self.max_transfer_bytes = max_transfer_bytes
         self.has_volatile_cache = has_volatile_cache
-        self.data = aligned_buffer(size_bytes) if data is None else data
+        self.data = _memory(name, size_bytes) if data is None else data
         self.observer = observer
         self.queue: LocalQueue = queue or LocalQueue()
         self.device_index = self.queue.add_device(self)
@@ -97,3 +97,12 @@ class MemoryDevice(LocalDevice):
 
     def close(self) -> None:
         """Nothing to release; the data stay."""
+
+
+def _memory(name: str, size_bytes: int) -> npt.NDArray[np.uint8]:
+    try:
+        return aligned_buffer(size_bytes)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an address can say
+        raise CapacityError(
+            f"mem:{name}: size: expected what fits in memory, got {size_bytes} bytes"
+        ) from error

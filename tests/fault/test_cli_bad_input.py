@@ -192,6 +192,14 @@ def test_one_member_is_allowed_and_a_missing_or_foreign_one_is_named(
     refused(capsys, 2, ["volume", "show", volume_of(members)], str(members[1]), "shrunk")
 
 
+def test_memory_beyond_this_machine_is_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("900TiB", "7000000TiB"):
+        refused(
+            capsys, 4, ["volume", "create", "--name", "x", f"mem:a?size={size}"], "mem:a", "size", "memory"
+        )
+    refused(capsys, 2, ["volume", "create", "--name", "x", f"mem:a?size={'9' * 400}"], "size", "999")
+
+
 def test_devices_that_are_none_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing"
     assert run(["volume", "create", f"file:{missing}", "--name", "x"]) in (2, 3)
@@ -253,6 +261,7 @@ def test_namespace_names_are_checked(members: list[Path], capsys: pytest.Capture
         (["--requests", "0"], ["requests", "0"]),
         (["--requests", "many"], ["requests", "many"]),
         (["--geometry", "gpt9"], ["geometry", "gpt9"]),
+        (["--layout", ""], ["layout", "''"]),
         (["--layout", "zigzag"], ["layout", "zigzag", "nhd"]),
         (["--layout", "mla"], ["layout", "mha"]),
         (["--block-tokens", "5"], ["block_tokens", "5"]),
@@ -263,6 +272,18 @@ def test_namespace_names_are_checked(members: list[Path], capsys: pytest.Capture
         (["--members", "0"], ["members", "0"]),
         (["--trace", "/nonexistent/trace.jsonl"], ["trace", "/nonexistent/trace.jsonl"]),
         (["--files", "/nonexistent"], ["files", "/nonexistent"]),
+        (["--files", ""], ["files", "''"]),
+        (["--files", "a\0b"], ["files", "null"]),
+        (["--trace", ""], ["trace", "''"]),
+        (["--trace", "a\0b"], ["trace", "null"]),
+        (["--trace", "/proc/self/mem"], ["trace", "/proc/self/mem"]),
+        (["--requests", "9" * 30], ["requests", "1000000"]),
+        (["--requests", "2147483648"], ["requests", "1000000"]),
+        (["--capacity", "9" * 400], ["capacity", "999"]),
+        (["--strip-size", ""], ["strip_size", "''"]),
+        (["--geometry", ""], ["geometry", "''"]),
+        ([*TINY, "--dtype", ""], ["dtype", "''"]),
+        ([*TINY, "--attention", ""], ["attention", "''"]),
         (
             ["--geometry", "qwen2.5-32b", "--requests", "3000"],
             ["plan", "memory", "namespaces", "try --requests"],

@@ -13,12 +13,17 @@ from kvdev_tools.connect import host_options, timeout_option
 from kvdev_tools.geometry_options import DEFAULT_PRESET, choose_geometry, geometry_options
 from kvdev_tools.output import emit, json_option
 
+REQUEST_COUNT_MAX = 1_000_000
+"""The plan goes through all requests before anything starts; this many take it about a minute."""
+
 
 @click.command()
 @click.argument("uri", metavar="[VOLUME#NAME]", required=False)
 @click.option("--trace", metavar="FILE", help="Trace of requests, JSON lines; by default one is generated.")
 @click.option(
-    "--requests", type=click.IntRange(1), help="Requests to replay  [default: 300, or the whole FILE]"
+    "--requests",
+    type=click.IntRange(1, REQUEST_COUNT_MAX),
+    help="Requests to replay  [default: 300, or the whole FILE]",
 )
 @geometry_options
 @click.option("--layout", help="The engine's tensors: nhd, hnd, block-outermost, sglang or mla.")
@@ -92,6 +97,9 @@ def replay(
                 raise UsageError(
                     f"{name}: belongs to the embedded target, got it with {uri!r}; leave one of the two out"
                 )
+    for name, value in (("trace", trace), ("files", files)):
+        if value == "":  # would mean the current folder
+            raise UsageError(f"{name}: expected a path, got ''")
     settings = ReplaySettings(
         uri=uri,
         trace=None if trace is None else Path(trace),
@@ -103,7 +111,7 @@ def replay(
         capacity_bytes=None if capacity is None else parse_size(capacity, field="capacity"),
         seed=seed,
         member_count=members or 4,
-        strip_size_bytes=parse_size(strip_size or "128KiB", field="strip_size"),
+        strip_size_bytes=parse_size("128KiB" if strip_size is None else strip_size, field="strip_size"),
         files=None if files is None else Path(files),
         is_killed_halfway=kill_halfway,
         arena_size_bytes=None if arena_size is None else parse_size(arena_size, field="arena"),

@@ -6,6 +6,8 @@ Not here: the errors (``kvdev.errors``, ``spdk_rpc``, ``kvdev_kernels``).
 from __future__ import annotations
 
 import enum
+import errno
+import os
 import sys
 
 from kvdev.errors import (
@@ -48,12 +50,44 @@ _BY_CLASS: tuple[tuple[type[Exception], ExitCode], ...] = (
 )
 
 
+_REMEDIES = {
+    errno.ENOMEM: "free some memory, or ask for less",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "raise the disk quota, or free some space",
+    errno.EMFILE: "raise `ulimit -n`",
+    errno.ENFILE: "raise fs.file-max",
+}
+_CHAIN_LENGTH_MAX = 16
+
+
+def shortage_of(error: BaseException) -> str | None:
+    """The line that names what this machine ran out of, if that is what the error comes from; else None.
+
+    For errors that no layer translated: any allocation, open or write may meet these.
+    """
+    if isinstance(error, KvdevError):
+        return None
+    link: BaseException | None = error
+    for _ in range(_CHAIN_LENGTH_MAX):
+        if isinstance(link, MemoryError):
+            return f"memory: {str(link) or 'none left'}; {_REMEDIES[errno.ENOMEM]}"
+        if isinstance(link, OSError) and link.errno in _REMEDIES:
+            where = link.filename or "standard output, or a file of its own"
+            return f"{where}: {os.strerror(link.errno)}; {_REMEDIES[link.errno]}"
+        if isinstance(link, RuntimeError) and "start new thread" in str(link):
+            return "threads: none can be started; free some memory, or raise `ulimit -u`"
+        if link is None:
+            return None
+        link = link.__cause__ or link.__context__
+    return None
+
+
 def exit_code_of(error: Exception) -> ExitCode:
     """The code for an exception; BUG for whatever no layer meant to raise."""
     for kind, code in _BY_CLASS:
         if isinstance(error, kind):
             return code
-    if isinstance(error, KvdevError):
+    if isinstance(error, KvdevError) or shortage_of(error) is not None:
         return ExitCode.REFUSED
     # Imported only where they are loaded already: an error of theirs means that, and most commands need neither.
     if "spdk_rpc" in sys.modules:

@@ -60,7 +60,7 @@ def choose_geometry(
     }
     used = [option for option, value in given.items() if value is not None]
     if not used:
-        return Geometry.preset(geometry or DEFAULT_PRESET)
+        return Geometry.preset(DEFAULT_PRESET if geometry is None else geometry)
     if geometry is not None:
         raise UsageError(
             f"geometry: expected a name or an own one, got {geometry!r} with {used[0]}; leave one out"
@@ -76,7 +76,7 @@ def choose_geometry(
         layer_count=layers,
         kv_head_count=kv_heads,
         head_size=head_size,
-        dtype=dtype or "bf16",
-        attention=attention or "mha",
+        dtype="bf16" if dtype is None else dtype,
+        attention="mha" if attention is None else attention,
         tokens_per_page=TOKENS_PER_PAGE,
     )

@@ -80,7 +80,7 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
     """Do all of it; whatever was started for it is gone afterwards, also after an error."""
     started_ns = time.monotonic_ns()
     geometry = settings.geometry
-    layout = check_layout(settings.layout or default_layout(geometry), geometry)
+    layout = check_layout(default_layout(geometry) if settings.layout is None else settings.layout, geometry)
     tokens = block_tokens(layout, geometry, settings.block_tokens)
     is_embedded = settings.uri is None
     needs = count_needs(

@@ -9,16 +9,19 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import TextIO
 
 import click
 
 from kvdev import __version__
-from kvdev_tools.exits import ExitCode, exit_code_of
+from kvdev_tools.exits import ExitCode, exit_code_of, shortage_of
 
 # Command -> (module, attribute, one line of help): the modules are loaded only when their command is used.
 _COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -83,6 +86,48 @@ class _TerminatedError(BaseException):
     """SIGTERM came: unwinds like a KeyboardInterrupt, so that what was started is stopped."""
 
 
+LOST_INTERRUPT_WAIT_S = 0.05
+"""After an interrupt was dropped: enough to leave the callback or destructor that it landed in."""
+
+
+class _Interrupts:
+    """While entered, SIGTERM unwinds like Ctrl-C, and neither is lost.
+
+    An exception that a signal raises inside a callback of C code or a destructor is dropped by Python: only
+    ``sys.unraisablehook`` sees it. It is raised again a moment later, until it unwinds.
+    """
+
+    def __init__(self) -> None:
+        self._dropped: type[BaseException] = KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self._is_active = threading.current_thread() is threading.main_thread()
+        if self._is_active:
+            self._former_hook = sys.unraisablehook
+            sys.unraisablehook = self._see_dropped
+            handlers = ((signal.SIGTERM, _terminate), (signal.SIGALRM, self._raise_again))
+            self._former = [(number, signal.signal(number, handler)) for number, handler in handlers]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_active:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in self._former:
+                signal.signal(number, handler)
+            sys.unraisablehook = self._former_hook
+
+    def _see_dropped(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, (KeyboardInterrupt, _TerminatedError)):
+            self._dropped = unraisable.exc_type
+            signal.setitimer(signal.ITIMER_REAL, LOST_INTERRUPT_WAIT_S)
+        else:
+            self._former_hook(unraisable)
+
+    def _raise_again(self, _number: int, _frame: FrameType | None) -> None:
+        raise self._dropped
+
+
 def _terminate(_number: int, _frame: FrameType | None) -> None:
     raise _TerminatedError
 
@@ -92,16 +137,14 @@ def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli, i
 
     ``is_child``: a parent of ours stops us with SIGTERM and says why itself.
     """
+    _open_standard_files()
     # An error is one line; warnings of the library belong to those who ask for a log.
     for name in ("kvdev", "spdk_rpc"):
         logging.getLogger(name).addHandler(logging.NullHandler())
-    with contextlib.suppress(ValueError):  # not in the main thread: the caller keeps its handlers
-        signal.signal(signal.SIGTERM, _terminate)
     try:
-        result = group.main(
-            args=None if arguments is None else list(arguments), prog_name="kvdev", standalone_mode=False
-        )
-        sys.stdout.flush()
+        with _Interrupts():
+            result = _invoke(group, list(sys.argv[1:] if arguments is None else arguments))
+            sys.stdout.flush()
         return result if isinstance(result, int) else int(ExitCode.OK)
     except click.exceptions.Exit as error:
         return error.exit_code
@@ -111,27 +154,81 @@ def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli, i
             return int(ExitCode.USAGE)
         return _complain(_usage_line(error), ExitCode.USAGE)
     except (KeyboardInterrupt, click.Abort):
+        if sys.stderr.isatty():
+            click.echo(err=True)  # after the ^C of the terminal
         return _complain("interrupted", ExitCode.INTERRUPTED)
     except _TerminatedError:
         if is_child:
             return int(ExitCode.TERMINATED)
         return _complain("terminated", ExitCode.TERMINATED)
     except BrokenPipeError:
-        # The reader of our output has gone; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.BROKEN_PIPE)
     except Exception as error:
         code = exit_code_of(error)
+        shortage = shortage_of(error)
+        if shortage is not None:
+            return _complain(shortage, code)
         if code is ExitCode.BUG:
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
             return _complain(f"this is a bug: {type(error).__name__}: {error}", code)
         return _complain(str(error), code)
+    finally:
+        _give_up_output(sys.stdout)
+
+
+def _invoke(group: click.Command, arguments: list[str]) -> object:
+    # Not group.main: it turns a closed pipe into exit code 1, and puts an empty line before an interrupt.
+    instruction = os.environ.get("_KVDEV_COMPLETE")
+    if instruction and group is cli:
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, "kvdev", "_KVDEV_COMPLETE", instruction)
+    with group.make_context("kvdev", arguments) as context:
+        return group.invoke(context)
+
+
+def _open_standard_files() -> None:
+    """Open those of the descriptors 0 to 2 that our parent closed.
+
+    Else the next device or socket would get such a number, and a line of error would be written into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (as long as the process)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (as long as the process)
+
+
+def _give_up_output(stream: TextIO) -> None:
+    """Drop what cannot be written any more: Python would try again at its end, and complain."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+
+
+WORD_LENGTH_MAX = 200
+"""Of a message: an overlong value is named by its ends."""
 
 
 def _complain(text: str, code: ExitCode) -> int:
     # One line whatever a peer or a file put into the message.
     line = "".join(c if c.isprintable() else " " for c in text)
-    click.echo(f"kvdev: {line}", err=True)
+    line = re.sub(rf"\S{{{WORD_LENGTH_MAX + 1},}}", lambda word: f"{word[0][:120]}...{word[0][-40:]}", line)
+    try:
+        click.echo(f"kvdev: {line}", err=True)
+    except (OSError, ValueError):
+        _give_up_output(sys.stderr)
     return int(code)
 
 
@@ -144,7 +241,7 @@ def _usage_line(error: click.ClickException) -> str:
 
 
 def main() -> None:
-    """Entry point of the ``kvdev`` script."""
+    """Run the command line of this process; the ``kvdev`` script comes here by ``kvdev_tools.entry``."""
     sys.exit(run())
 
 

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
+from kvdev.errors import CapacityError
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 Document = Mapping[str, Any]
@@ -27,12 +29,19 @@ def json_option(command: _Command) -> _Command:
 
 
 def emit(document: Document, *, as_json: bool, text: Callable[[], Iterable[str]]) -> None:
-    """Print the document, or the lines of ``text``, on stdout."""
-    if as_json:
-        click.echo(json.dumps(document, indent=2, ensure_ascii=False))
-    else:
-        for line in text():
-            click.echo(line)
+    """Print the document, or the lines of ``text``, on stdout; CapacityError when there is no room for them."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    is_utf8 = encoding.lower().replace("-", "") == "utf8"
+    lines = [json.dumps(document, indent=2, ensure_ascii=not is_utf8)] if as_json else text()
+    try:
+        for line in lines:
+            # Names are any text: what the encoding lacks is escaped, in JSON and text alike.
+            click.echo(line.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CapacityError(f"output: cannot be written: {error.strerror or error}") from error
 
 
 def table(rows: Sequence[Sequence[object]], *, header: Sequence[str] = ()) -> list[str]:

@@ -183,7 +183,8 @@ def disk_free_bytes(folder: Path) -> int:
     """Bytes that this user may still write there."""
     try:
         return shutil.disk_usage(folder).free
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"files: {folder}: {error.strerror}; name an existing folder with room for the namespaces"
+            f"files: {folder}: {reason}; name an existing folder with room for the namespaces"
         ) from error

@@ -43,7 +43,7 @@ def start(
             [sys.executable, *arguments], stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
         )
     except OSError as error:
-        raise UsageError(f"process: cannot start {arguments[-1]!r}: {error.strerror}") from error
+        raise UsageError(f"process: cannot start {' '.join(arguments[:3])!r}: {error.strerror}") from error
 
 
 def stop(process: subprocess.Popen[bytes], *, timeout_s: float = STOP_TIMEOUT_S) -> None:

@@ -94,7 +94,8 @@ class Rig:
     ) -> TcpUri:
         """Transport, bdevs, subsystem with namespaces, listener and allowed host; returns the subsystem's URI.
 
-        Bdevs are of memory, or, with ``files``, sparse files in that folder which ``close`` removes.
+        Bdevs are of memory, or, with ``files``, sparse files in that folder. They have lost their names by the
+        time this returns, so that none stays behind, however this process and the target end.
         """
         rpc = self.rpc
         rpc.nvmf_create_transport(trtype="TCP")
@@ -107,10 +108,11 @@ class Rig:
                     block_size=BLOCK_SIZE_BYTES,
                 )
             else:
-                path = files / f"kvdev-replay-{os.getpid()}-{index}"
+                path = files / f"{self.folder.name}-{index}"
                 self._make_file(path, namespace_size_bytes)
                 rpc.bdev_aio_create(name=name, filename=str(path), block_size=BLOCK_SIZE_BYTES)
             self._names.append(name)
+        self._remove_files()
         rpc.nvmf_create_subsystem(
             nqn=SUBNQN, serial_number="KVDEVREPLAY", max_namespaces=max(32, namespace_count)
         )
@@ -129,6 +131,11 @@ class Rig:
         except OSError as error:
             raise UsageError(f"files: {path}: {error.strerror}; name a folder that can be written") from error
 
+    def _remove_files(self) -> None:
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        self._files.clear()
+
     def traffic(self) -> list[MemberTraffic]:
         """Bytes moved at each namespace since it was made, in the order of their ids."""
         stats = {each["name"]: each for each in self.rpc.bdev_get_iostat().get("bdevs", [])}
@@ -144,9 +151,7 @@ class Rig:
             self._client.close()
         if self._process is not None:
             process.stop(self._process)
-        for path in self._files:
-            path.unlink(missing_ok=True)
-        self._files.clear()
+        self._remove_files()
         self._folder.cleanup()
 
     def __enter__(self) -> Rig:

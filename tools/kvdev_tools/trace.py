@@ -99,8 +99,9 @@ def read_trace(path: Path, *, limit: int | None = None) -> Iterator[Request]:
     """Requests of a trace file in order, at most ``limit``; blank lines are skipped."""
     try:
         file = path.open(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"trace: cannot read {path}: {error.strerror}; give an existing file") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"trace: cannot read {path}: {reason}; give an existing file") from error
     with file:
         count = 0
         number = 0
@@ -110,6 +111,8 @@ def read_trace(path: Path, *, limit: int | None = None) -> Iterator[Request]:
                 line = file.readline(LINE_SIZE_LIMIT_BYTES + 2)
             except UnicodeDecodeError as error:
                 raise UsageError(f"{path}:{number}: line: expected UTF-8 text ({error.reason})") from error
+            except OSError as error:
+                raise UsageError(f"trace: cannot read {path}:{number}: {error.strerror}") from error
             if not line:
                 return
             if line.strip():
