@@ -53,9 +53,9 @@ class FileTarget:
         calls.append({"method": "nvmf_subsystem_add_listener", "params": listener})
         config = self.folder / "config"
         config.write_text(json.dumps(calls))
-        arguments = ["-m", "kvdev_tools.main", "target", "serve", "--rpc-socket", str(sock)]
+        arguments = ["target", "serve", "--rpc-socket", str(sock)]
         arguments += ["--config", str(config), "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
-        self.child = process.start(arguments, stdout=subprocess.DEVNULL)
+        self.child = process.start("kvdev_tools.main", arguments, stdout=subprocess.DEVNULL)
         limit = Deadline.after(30)
         while not ready.exists():
             assert self.child.poll() is None
@@ -93,10 +93,13 @@ def test_target_killed_mid_run_is_3_and_flushed_pages_are_there_on_reopen(
     assert run(["volume", "create", volume, "--name", "pool", *HOST]) == 0
     assert run(["namespace", "create", f"{volume}#kv", *TINY, *HOST]) == 0
     before = target.written_bytes()
-    arguments = ["-m", "kvdev_tools.main", "replay", f"{volume}#kv", *TINY, *HOST]
+    arguments = ["replay", f"{volume}#kv", *TINY, *HOST]
     with (tmp_path / "err").open("wb") as errors:
         replay = process.start(
-            [*arguments, "--requests", "100000", "--timeout", "5"], stdout=subprocess.DEVNULL, stderr=errors
+            "kvdev_tools.main",
+            [*arguments, "--requests", "100000", "--timeout", "5"],
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
         )
         try:
             limit = Deadline.after(60)
@@ -150,3 +153,15 @@ def test_interrupt_ends_the_replay_and_its_children(options: list[str], tmp_path
     assert errors.decode().strip() == "kvdev: interrupted"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_replay_runs_beside_a_folder_named_like_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A checkout is a folder named kvdev, and so is our state folder.
+    for name in ("kvdev", "kvdev_tools"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    assert run(["replay", *TINY, "--requests", "2", "--json"]) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["mismatches"] == 0

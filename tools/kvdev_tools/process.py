@@ -19,6 +19,13 @@ from kvdev.errors import UsageError
 STOP_TIMEOUT_S = 15.0
 _PR_SET_PDEATHSIG = 1
 
+# ``-m`` looks for modules in the working directory first, and a folder there named kvdev, such as the one that a
+# checkout stands in, would hide the package. Python 3.11 has -P against that; this works from 3.10 on.
+_RUN_MODULE = (
+    "import sys; sys.path[:1] = filter(None, sys.path[:1]); "
+    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to terminate this process when its parent ends, however it ends; for a child's first lines."""
@@ -31,19 +38,29 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def start(
+    module: str,
     arguments: Sequence[str],
     *,
     stdin: int | IO[Any] | None = subprocess.DEVNULL,
     stdout: int | IO[Any] | None = None,
     stderr: int | IO[Any] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Run a module of ours with this interpreter, in a session of its own, so that Ctrl-C reaches only us."""
+    """Run a module of ours with this interpreter, whatever the working directory holds.
+
+    The child has a session of its own, so that Ctrl-C reaches only us.
+    """
     try:
         return subprocess.Popen(
-            [sys.executable, *arguments], stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+            [sys.executable, "-c", _RUN_MODULE, module, *arguments],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
         )
     except OSError as error:
-        raise UsageError(f"process: cannot start {' '.join(arguments[:3])!r}: {error.strerror}") from error
+        raise UsageError(
+            f"process: cannot start {' '.join([module, *arguments[:2]])!r}: {error.strerror}"
+        ) from error
 
 
 def stop(process: subprocess.Popen[bytes], *, timeout_s: float = STOP_TIMEOUT_S) -> None:

@@ -62,11 +62,11 @@ class Rig:
         socket_path = self.folder / "rpc.sock"
         ready_path = self.folder / "ready"
         errors_path = self.folder / "target.err"
-        arguments = ["-m", "kvdev_tools.main", "target", "serve", "--rpc-socket", str(socket_path)]
+        arguments = ["target", "serve", "--rpc-socket", str(socket_path)]
         # Memory is touched when it is provisioned, as SPDK's is: page faults are no part of what is measured.
         arguments += ["--ready-file", str(ready_path), "--parent-pid", str(os.getpid()), "--populate"]
         with errors_path.open("wb") as errors:
-            child = process.start(arguments, stdout=subprocess.DEVNULL, stderr=errors)
+            child = process.start("kvdev_tools.main", arguments, stdout=subprocess.DEVNULL, stderr=errors)
         self._process = child
         while not ready_path.exists():
             with contextlib.suppress(subprocess.TimeoutExpired):

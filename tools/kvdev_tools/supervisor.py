@@ -47,9 +47,7 @@ def run_clients(config: ClientConfig, *, kill_after: int | None, folder: Path) -
 
 def _run(config: ClientConfig, path: Path, *, is_killed: bool) -> None:
     write_config(config, path)
-    child = process.start(
-        ["-m", "kvdev_tools.client", str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    child = process.start("kvdev_tools.client", [str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         is_paused = _wait(child, config)
         if is_paused and is_killed:
