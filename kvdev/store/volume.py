@@ -223,7 +223,11 @@ class Volume:
         for info in infos:
             if info.name == name:
                 return info
-        known = ", ".join(info.name for info in infos) or "none"
+        if not infos:
+            raise UsageError(
+                f"volume {self.name}: namespace {name!r}: the volume has no KV namespace; create it first"
+            )
+        known = ", ".join(info.name for info in infos)
         raise UsageError(f"volume {self.name}: namespace {name!r}: expected one of {known}")
 
     def pages_for(self, geometry: Geometry, size_bytes: int) -> int:

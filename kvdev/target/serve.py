@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from kvdev.errors import DeadlineError, KvdevError, TransportError, UsageError
-from kvdev.target.model import ServiceBackend, SpdkError, TargetModel
+from kvdev.target.model import ListenAddress, ServiceBackend, SpdkError, TargetModel
 from kvdev.target.rpc_methods import RpcMethods
 from kvdev.target.rpc_server import RpcServer
 
@@ -222,7 +222,7 @@ def _ready_file(options: ServeOptions, target: EmbeddedTarget) -> Iterator[None]
     line = (
         json.dumps(ready)
         if options.is_json
-        else f"kvdev target ready: rpc {target.rpc_socket} pid {os.getpid()}"
+        else f"kvdev target ready: rpc {target.rpc_socket} pid {os.getpid()} listening on {_shown(listeners)}"
     )
     print(line, flush=True)
     try:
@@ -230,6 +230,14 @@ def _ready_file(options: ServeOptions, target: EmbeddedTarget) -> Iterator[None]
     finally:
         if options.ready_file:
             Path(options.ready_file).unlink(missing_ok=True)
+
+
+def _shown(listeners: list[ListenAddress]) -> str:
+    pairs = (
+        f"[{each.address}]:{each.port}" if ":" in each.address else f"{each.address}:{each.port}"
+        for each in listeners
+    )
+    return ", ".join(pairs) or "nothing yet: give it a configuration"
 
 
 def _fail(message: str, code: int) -> int:

@@ -176,7 +176,8 @@ def delete(
 
     parsed = parse_kv_namespace_uri(uri)
     if yes != parsed.name:
-        raise UsageError(f"yes: expected the name {parsed.name!r} again, as its pages are lost, got {yes!r}")
+        got = "no --yes" if yes is None else repr(yes)
+        raise UsageError(f"yes: expected --yes {parsed.name}, as its pages are lost, got {got}")
     with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
         from kvdev_tools.pool import open_volume
 
