@@ -36,6 +36,7 @@ need:
 	    { echo "make: Python.h is missing: apt-get install python3-dev" >&2; exit 2; }
 
 $(VENV)/.ready: $(SOURCES) | need
+	@echo "make: setting up $(VENV): downloads about 70 MB the first time and compiles the C core; takes a minute or two"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@

@@ -10,11 +10,17 @@ from hypothesis import HealthCheck, settings
 
 SEED = int(os.environ.get("KVDEV_SEED", "20260131"))
 
-settings.register_profile(
-    "kvdev", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("fuzz", derandomize=False, deadline=None, max_examples=2000)
-settings.load_profile(os.environ.get("KVDEV_HYPOTHESIS_PROFILE", "kvdev"))
+# Examples of a property: what a commit pays for, the full counts of `make long`, fresh seeds of `make fuzz`.
+for _name, _count in (("kvdev", 30), ("long", 600), ("fuzz", 2000)):
+    settings.register_profile(
+        _name,
+        derandomize=_name != "fuzz",
+        deadline=None,
+        max_examples=_count,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+_default = "long" if os.environ.get("KVDEV_LONG") else "kvdev"
+settings.load_profile(os.environ.get("KVDEV_HYPOTHESIS_PROFILE", _default))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

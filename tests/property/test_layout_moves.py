@@ -84,7 +84,10 @@ def guarded_pages(memory: GuardedMemory, job: Job) -> npt.NDArray[np.uint8]:
 
 
 @given(job=jobs())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=250)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=3 * settings.default.max_examples,  # type: ignore[union-attr]
+)
 def test_pack_then_unpack_into_another_layout(job: Job, kernels: dict[str, PageKernels]) -> None:
     rng = np.random.default_rng(job.seed)
     geometry, mover = job.geometry, kernels[job.backend]
