@@ -81,6 +81,11 @@ def test_capacity_evicts_and_loses_hits_only() -> None:
     assert report["pages_restored"] + report["pages_written"] == summary.pages_requested
 
 
+def test_capacity_of_one_page_still_ends_without_a_mismatch() -> None:
+    report = replay(*TINY, "--requests", "10", "--capacity", "16KiB", "--members", "1", kernels="numpy")
+    assert (report["mismatches"], report["stored_pages"]) == (0, 1)
+
+
 @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the published trace is not in ../shared")
 def test_published_trace_has_the_hit_rate_that_it_implies() -> None:
     report = replay(*TINY, "--trace", str(SHARED_TRACE), "--requests", "500")

@@ -271,6 +271,8 @@ def test_namespace_names_are_checked(members: list[Path], capsys: pytest.Capture
         (["--arena", "1KiB"], ["arena", "1 MiB", "1 KiB"]),
         (["--members", "0"], ["members", "0"]),
         (["--trace", "/nonexistent/trace.jsonl"], ["trace", "/nonexistent/trace.jsonl"]),
+        (["--trace", "/dev/zero"], ["trace", "/dev/zero", "regular file"]),
+        (["--requests", "10000000000"], ["requests", "10000000000"]),
         (["--files", "/nonexistent"], ["files", "/nonexistent"]),
         (["--files", ""], ["files", "''"]),
         (["--files", "a\0b"], ["files", "null"]),

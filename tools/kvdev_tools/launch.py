@@ -82,6 +82,10 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
     geometry = settings.geometry
     layout = check_layout(default_layout(geometry) if settings.layout is None else settings.layout, geometry)
     tokens = block_tokens(layout, geometry, settings.block_tokens)
+    if settings.trace is not None and settings.trace.exists() and not settings.trace.is_file():
+        raise UsageError(
+            f"trace: expected a regular file, as it is read more than once, got {settings.trace}; copy it to one"
+        )
     is_embedded = settings.uri is None
     needs = count_needs(
         settings.requests(), is_distinct_counted=is_embedded and settings.capacity_bytes is None
@@ -97,20 +101,22 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
             # A host of its own: the replay leaves nothing behind on this machine.
             host_nqn: str | None = f"nqn.2014-08.org.nvmexpress:uuid:{uuid.uuid4()}"
             host_id: str | None = None
+            quota_pages = size.quota_pages
             kv_namespace = _provision(settings, size, rig, str(host_nqn))
         else:
             rig = None
             folder = Path(stack.enter_context(_temporary_folder()))
             host_nqn, host_id = settings.host_nqn, settings.host_id
             kv_namespace = parse_kv_namespace_uri(str(settings.uri))
-            _plan_existing(settings, client, kv_namespace)
+            quota_pages = _plan_existing(settings, client, kv_namespace)
         config = ClientConfig(
             kv_namespace=str(kv_namespace),
             geometry=geometry.to_dict(),
             layout=layout,
             block_tokens=tokens,
             tensor_page_count=client.tensor_page_count,
-            batch_page_count=client.batch_page_count,
+            # One batch replaces the whole of a pool that holds no more.
+            batch_page_count=min(client.batch_page_count, quota_pages),
             arena_size_bytes=client.arena_size_bytes,
             request_count=needs.requests,
             seed=settings.seed,
@@ -213,19 +219,20 @@ def _remedy(settings: ReplaySettings, needs: TraceNeeds, namespaces: Demand, all
     return "take a smaller --geometry, or fewer and shorter requests"
 
 
-def _plan_existing(settings: ReplaySettings, client: ClientPlan, uri: KvNamespaceUri) -> None:
-    """Refuse a pool that is not there or of another geometry, and a client over memory, before it starts."""
+def _plan_existing(settings: ReplaySettings, client: ClientPlan, uri: KvNamespaceUri) -> int:
+    """Refuse a pool that is not there or of another geometry, and a client over memory; returns its quota."""
     with make_session(settings.host_nqn, settings.host_id, timeout_s=settings.timeout_s) as session:
-        slot_count = check_pool(
+        quota_pages = check_pool(
             session, uri, settings.geometry, deadline=operation_deadline(settings.timeout_s)
         )
     available = available_memory()
     check_fit(
-        client_demands(settings.geometry, client, slot_count),
+        client_demands(settings.geometry, client, quota_pages),
         available_bytes=available.memory_bytes,
         where=f"memory ({available.memory_source})",
         remedy="take shorter requests or a smaller --arena",
     )
+    return quota_pages
 
 
 def _provision(settings: ReplaySettings, size: PoolSize, rig: Rig, host_nqn: str) -> KvNamespaceUri:

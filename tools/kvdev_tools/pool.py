@@ -128,8 +128,8 @@ def create_pool(
 
 
 def check_pool(session: Session, uri: KvNamespaceUri, geometry: Geometry, *, deadline: Deadline) -> int:
-    """The slots of a KV namespace; UsageError when it is not there or has another geometry."""
+    """The quota of a KV namespace; UsageError when it is not there or has another geometry."""
     volume = open_volume(session, uri.volume, deadline=deadline)
     info = volume.namespace(uri.name, deadline=deadline)
     check_geometry(str(uri), expected=geometry, actual=info.geometry)
-    return info.slot_count
+    return info.quota_pages
