@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +102,13 @@ def read_config(path: str) -> list[tuple[str, dict[str, Any] | None]]:
     Raises UsageError naming the file and the place.
     """
     try:
-        size_bytes = Path(path).stat().st_size
-        if size_bytes > CONFIG_SIZE_LIMIT_BYTES:
-            raise UsageError(
-                f"config: {path}: expected at most {CONFIG_SIZE_LIMIT_BYTES} bytes, got {size_bytes}"
-            )
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            text = file.read(
+                CONFIG_SIZE_LIMIT_BYTES + 1
+            )  # its size says nothing: it may be a pipe or a device
+        if len(text) > CONFIG_SIZE_LIMIT_BYTES:
+            raise UsageError(f"config: {path}: expected at most {CONFIG_SIZE_LIMIT_BYTES} bytes, got more")
+        document = json.loads(text.decode("utf-8"))
     except OSError as error:
         raise UsageError(f"config: {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -147,15 +148,11 @@ def serve(options: ServeOptions, *, make_backend: Callable[[], ServiceBackend] =
 
     Call it from the main thread. Prints one ready line, and one clear line for whatever goes wrong.
     """
-    stopping = threading.Event()
-
-    def request_stop(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        stopping.set()
-
-    former = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return _serve_until(options, make_backend, stopping)
+        # Before the handlers: reading a pipe that nobody fills ends with the first signal.
+        calls = read_config(options.config) if options.config else []
+        with _StopRequest() as stopping:
+            return _serve_until(options, calls, make_backend, stopping)
     except SpdkError as error:
         return _fail(str(error), EXIT_REFUSED)
     except UsageError as error:
@@ -164,20 +161,59 @@ def serve(options: ServeOptions, *, make_backend: Callable[[], ServiceBackend] =
         return _fail(str(error), EXIT_UNREACHABLE)
     except KvdevError as error:
         return _fail(str(error), EXIT_REFUSED)
-    finally:
-        for number, handler in former.items():
+
+
+class _StopRequest:
+    """Set by SIGTERM and SIGINT while entered; of the main thread only.
+
+    Not an Event: its lock may be held by the very code that the handler interrupts. Python's handlers run between
+    two instructions, so that a signal right before a wait would not end it: the wakeup descriptor does.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def __enter__(self) -> _StopRequest:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._former_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._former = {number: signal.signal(number, self._request) for number in numbers}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._former_wakeup)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.is_set = True
+
+    def wait(self) -> None:
+        """Wait until it is set, however long that takes."""
+        while not self.is_set:
+            select.select([self._reader], [], [])
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._reader, select.PIPE_BUF)
 
 
 def _serve_until(
-    options: ServeOptions, make_backend: Callable[[], ServiceBackend], stopping: threading.Event
+    options: ServeOptions,
+    calls: list[tuple[str, dict[str, Any] | None]],
+    make_backend: Callable[[], ServiceBackend],
+    stopping: _StopRequest,
 ) -> int:
-    calls = read_config(options.config) if options.config else []
     target = EmbeddedTarget(options.rpc_socket, backend=make_backend(), allow_remote=options.allow_remote)
     target.start()
     try:
         for method, params in calls:
-            if stopping.is_set():
+            if stopping.is_set:
                 break
             try:
                 target.call(method, params)
@@ -185,7 +221,6 @@ def _serve_until(
                 raise SpdkError(error.code, f"config: {options.config}: {method}: {error.message}") from error
         else:
             with _ready_file(options, target):
-                # A signal handler ends this wait; it needs no timeout.
                 stopping.wait()
     finally:
         _stop(target)
@@ -215,6 +250,11 @@ def _ready_file(options: ServeOptions, target: EmbeddedTarget) -> Iterator[None]
         # Renamed into place, so that a reader never sees a part of it.
         partial = Path(f"{options.ready_file}.{os.getpid()}")
         try:
+            if Path(options.ready_file).exists() and not Path(options.ready_file).is_file():
+                raise UsageError(
+                    f"ready file: {options.ready_file}: expected a file of ours to replace, "
+                    f"got something else; choose another path"
+                )
             partial.write_text(json.dumps(ready) + "\n", encoding="utf-8")
             partial.replace(options.ready_file)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvdev.errors import UsageError
-from kvdev.target.serve import EmbeddedTarget, read_config
+from kvdev.target.serve import EmbeddedTarget, _StopRequest, read_config
 from kvdev.testing.target_backend import MemoryBackend
 from spdk_rpc import Client, SpdkRpc
 
@@ -221,3 +222,46 @@ def test_embedded_target_that_cannot_listen_stops_its_data_path(tmp_path: Path) 
     with pytest.raises(UsageError):
         EmbeddedTarget(tmp_path / "s", backend=backend).start()
     assert backend.log == [("start", None), ("stop", None)]
+
+
+def test_a_signal_at_any_moment_of_the_wait_ends_it() -> None:
+    # With an Event, or a handler that writes into a pipe, one of some tens of turns hangs.
+    faulthandler.dump_traceback_later(WAIT_S, exit=True)
+    try:
+        for turn in range(500):
+            with _StopRequest() as stopping:
+                former = signal.signal(signal.SIGALRM, stopping._request)
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + turn % 50))
+                stopping.wait()
+                signal.signal(signal.SIGALRM, former)
+                assert stopping.is_set
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def test_configuration_without_an_end_is_read_up_to_the_limit() -> None:
+    with pytest.raises(UsageError, match="config: /dev/zero: expected at most"):
+        read_config("/dev/zero")
+
+
+def test_signal_while_the_configuration_is_awaited_ends_the_target(start: Any, tmp_path: Path) -> None:
+    pipe = tmp_path / "config"
+    os.mkfifo(pipe)
+    process = start("--config", str(pipe))
+    with pipe.open("wb"):  # opens when the target reads
+        process.popen.send_signal(signal.SIGTERM)
+        code, _ = process.end()
+    assert code == -signal.SIGTERM
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_ready_file_that_is_no_file_is_left_alone(start: Any, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code, error = start("--ready-file", str(pipe)).end()
+    assert code == 2
+    assert error.count("\n") == 1
+    assert "ready file" in error
+    assert str(pipe) in error
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
