@@ -17,6 +17,7 @@ from kvdev.native.queue import HostQpair
 from kvdev.testing.peer import PduFromHost, PeerConnection, ScriptedPeer
 
 KEEP_ALIVE = 0x18
+LATE_S = 2.0  # how late a busy machine may run what is due; a wait that nothing ends takes longer
 IDENTIFY = 0x06
 AER = 0x0C
 
@@ -75,35 +76,35 @@ def wait_until(condition: object, seconds: float = 5.0) -> None:
 
 def test_keep_alive_when_python_holds_the_interpreter_then_it_still_goes_out() -> None:
     script = AdminScript()
-    with adopted(script, keep_alive_ms=200) as admin:
+    with adopted(script, keep_alive_ms=1000) as admin:
         # Holds the interpreter lock in one C call after another: no Python thread could send in between,
         # the peer's included, so that the count is taken from the core.
         before = admin.info.keep_alives_sent
-        end = time.monotonic() + 0.65
-        while time.monotonic() < end:
+        end = time.monotonic() + 1.0 + LATE_S
+        while admin.info.keep_alives_sent - before < 2 and time.monotonic() < end:
             sum(range(200000))
-        assert admin.info.keep_alives_sent - before >= 3
+        assert admin.info.keep_alives_sent - before >= 2
         assert admin.is_alive
-        wait_until(lambda: admin.info.keep_alives_done >= 3)
+        wait_until(lambda: admin.info.keep_alives_done >= 2)
         assert admin.info.keep_alive_last_ns > 0
 
 
 def test_keep_alive_when_idle_for_three_kato_then_half_kato_apart_and_connected() -> None:
     script = AdminScript()
-    with adopted(script, keep_alive_ms=100) as admin:
-        threading.Event().wait(0.35)
+    with adopted(script, keep_alive_ms=600) as admin:
+        wait_until(lambda: len(script.keep_alive_times) >= 6)
         assert admin.is_alive
-        gaps = [b - a for a, b in zip(script.keep_alive_times, script.keep_alive_times[1:], strict=False)]
-        assert len(gaps) >= 4
-        assert all(0.03 < gap < 0.1 for gap in gaps), gaps
+        # The mean: one that the peer sees late makes one gap longer and the next one shorter.
+        mean_s = (script.keep_alive_times[5] - script.keep_alive_times[0]) / 5
+        assert 0.2 < mean_s < 0.6, script.keep_alive_times
 
 
 def test_keep_alive_when_its_completion_is_lost_then_connection_loss_by_kato() -> None:
     script = AdminScript(keep_alives_answered=1)
-    with adopted(script, keep_alive_ms=200) as admin:
+    with adopted(script, keep_alive_ms=400) as admin:
         wait_until(lambda: not admin.is_alive)
         lost_s = time.monotonic() - script.keep_alive_times[1]
-        assert 0.19 < lost_s < 0.3, "KATO after the Keep Alive that nobody answered"
+        assert 0.2 < lost_s < 0.4 + LATE_S, "KATO after the Keep Alive that nobody answered, not half of it"
         fault = admin.fault
         assert fault is not None and fault.kind == "timeout" and fault.operation.startswith("keep alive")
         assert admin.info.lost_ns > 0
@@ -114,11 +115,11 @@ def test_keep_alive_when_its_completion_is_lost_then_connection_loss_by_kato() -
 def test_keep_alive_when_changed_then_the_new_interval_holds_and_zero_stops_it() -> None:
     script = AdminScript()
     with adopted(script, keep_alive_ms=60000) as admin:
-        admin.set_keep_alive_ms(40)
+        admin.set_keep_alive_ms(400)
         wait_until(lambda: admin.info.keep_alives_done >= 3)
         admin.set_keep_alive_ms(0)
         sent = admin.info.keep_alives_sent
-        threading.Event().wait(0.1)
+        threading.Event().wait(0.3)
         assert admin.info.keep_alives_sent == sent
 
 
@@ -127,7 +128,7 @@ def test_execute_when_many_threads_call_then_each_gets_its_own_answer() -> None:
     wrong: list[object] = []
 
     # Queue size 4: two commands beside the slot kept for Keep Alive, the others wait their turn.
-    with adopted(script, keep_alive_ms=50, queue_size=4) as admin:
+    with adopted(script, keep_alive_ms=400, queue_size=4) as admin:
 
         def work(thread_index: int) -> None:
             for index in range(20):
@@ -162,7 +163,7 @@ def test_execute_when_no_answer_comes_then_deadline_error_and_the_buffer_is_free
         deadline = Deadline.after(0.2)
         with pytest.raises(DeadlineError, match="0x06"):
             admin.execute(identify(1), data=data, deadline=deadline)
-        assert 200 <= deadline.elapsed_ms() < 300
+        assert 200 <= deadline.elapsed_ms() < 200 + 1e3 * LATE_S
         assert not admin.is_alive
         data.clear()  # not possible while the core still had it
 
@@ -219,7 +220,7 @@ def test_release_when_threads_wait_then_they_end_and_the_queue_pair_is_the_calle
 
 
 def test_release_when_idle_then_the_queue_pair_works_on_for_the_caller() -> None:
-    with adopted(AdminScript(), keep_alive_ms=50) as admin:
+    with adopted(AdminScript(), keep_alive_ms=400) as admin:
         admin.arm_events(2)
         wait_until(lambda: admin.info.keep_alives_done >= 1)
         qpair = admin.release()
@@ -260,7 +261,7 @@ def test_thread_when_it_owns_many_controllers_then_each_lives_by_itself() -> Non
         for _ in scripts:
             qpair = HostQpair(qid=0, queue_size=8, trid="peer")
             qpair.connect(peer.address, peer.port, deadline=Deadline.after(5))
-            admins.append(thread.adopt(qpair, keep_alive_ms=60))
+            admins.append(thread.adopt(qpair, keep_alive_ms=600))
         wait_until(lambda: not admins[3].is_alive)
         assert [admin.is_alive for admin in admins] == [index != 3 for index in range(8)]
         thread.close()
@@ -294,4 +295,4 @@ def test_close_when_peer_is_gone_then_it_is_prompt() -> None:
     deadline = Deadline.after(5)
     with adopted(AdminScript(), keep_alive_ms=1000) as admin:
         admin.qpair_info.peer_address.index("127.0.0.1")
-    assert deadline.elapsed_ms() < 1000
+    assert deadline.elapsed_ms() < 1e3 * LATE_S

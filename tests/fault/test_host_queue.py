@@ -34,6 +34,7 @@ from kvdev.testing.host import GuardedBuffer, PeerHost
 from kvdev.testing.peer import MemoryScript, PduFromHost, PeerConnection, ScriptedPeer
 
 BLOCK = 4096
+LATE_MS = 2000  # how late a busy machine may run what is due; a wait that nothing ends takes longer
 
 
 def silent(connection: PeerConnection) -> None:
@@ -391,7 +392,7 @@ def test_poll_when_nothing_completes_then_it_ends_at_its_deadline(milliseconds: 
         host.submit(OPCODE_FLUSH, None)
         deadline = Deadline.after(milliseconds / 1e3)
         assert len(host.queue.poll(min_count=1, deadline=deadline)) == 0
-        assert milliseconds <= deadline.elapsed_ms() < milliseconds + 20
+        assert milliseconds <= deadline.elapsed_ms() < milliseconds + LATE_MS
         assert host.queue.outstanding_count == 1
 
 
@@ -411,13 +412,13 @@ def test_poll_when_min_count_is_zero_then_it_only_looks() -> None:
         host.submit(OPCODE_FLUSH, None)
         deadline = Deadline.after(5)
         assert len(host.queue.poll(min_count=0, deadline=deadline)) == 0
-        assert deadline.elapsed_ms() < 50
+        assert deadline.elapsed_ms() < LATE_MS
     with ScriptedPeer(silent) as peer, PeerHost(peer) as host:
         deadline = Deadline.after(5)
         assert len(host.queue.poll(min_count=1, deadline=deadline)) == 0, (
             "nothing outstanding: nothing to wait for"
         )
-        assert deadline.elapsed_ms() < 50
+        assert deadline.elapsed_ms() < LATE_MS
 
 
 def test_poll_when_fewer_fit_than_completed_then_the_rest_waits() -> None:
@@ -452,7 +453,7 @@ def test_command_when_its_time_is_over_then_queue_pair_dies_and_payload_is_free(
         host.submit(OPCODE_READ, first, tag=1)
         host.submit(OPCODE_READ, second, tag=2)
         done = host.queue.poll(min_count=2, deadline=deadline)
-        assert 200 <= deadline.elapsed_ms() < 300
+        assert 200 <= deadline.elapsed_ms() < 200 + LATE_MS
         assert len(done) == 2
         assert set(done["error"]) <= {-errno.ETIMEDOUT, -errno.ENOTCONN} and -errno.ETIMEDOUT in done["error"]
         released.set()
@@ -478,7 +479,7 @@ def test_interrupt_when_poll_waits_then_it_is_served_in_time() -> None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        assert deadline.elapsed_ms() < 1000
+        assert deadline.elapsed_ms() < LATE_MS
 
 
 # ---- death ----
@@ -505,7 +506,7 @@ def test_target_when_it_vanishes_mid_run_then_everything_completes_with_an_error
             host.submit(OPCODE_READ, buffer, tag=index)
         deadline = Deadline.after(5)
         done = host.queue.poll(min_count=40, deadline=deadline)
-        assert deadline.elapsed_ms() < 1000
+        assert deadline.elapsed_ms() < LATE_MS
         assert sorted(done["tag"]) == list(range(40))
         errors = list(done["error"])
         # After a reset the kernel may drop replies that had arrived: fewer successes, never wrong ones.
@@ -569,12 +570,12 @@ def test_peer_when_it_stops_reading_then_poll_still_ends_and_close_too() -> None
         host.submit(OPCODE_WRITE, GuardedBufferKeeper.new(32 << 20))
         deadline = Deadline.after(0.3)
         assert len(host.queue.poll(min_count=1, deadline=deadline)) == 0
-        assert 300 <= deadline.elapsed_ms() < 400
+        assert 300 <= deadline.elapsed_ms() < 300 + LATE_MS
         host.queue.abandon()
         completions = host.queue.poll(min_count=1, deadline=Deadline.after(1))
         assert list(completions["error"]) == [-errno.ENOTCONN]
         host.close()
-        assert deadline.elapsed_ms() < 1000
+        assert deadline.elapsed_ms() < LATE_MS
         done.set()
 
 
@@ -653,7 +654,7 @@ def test_execute_when_no_answer_comes_then_deadline_error_and_the_buffer_is_free
         deadline = Deadline.after(0.2)
         with pytest.raises(DeadlineError):
             host.queue.execute(host.device_index, bytes(64), data=bytearray(4096), deadline=deadline)
-        assert 200 <= deadline.elapsed_ms() < 300
+        assert 200 <= deadline.elapsed_ms() < 200 + LATE_MS
         with pytest.raises(ConnectionLostError):
             host.queue.execute(host.device_index, bytes(64), deadline=Deadline.after(1))
 

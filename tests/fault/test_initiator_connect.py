@@ -633,7 +633,7 @@ def test_io_when_admin_connection_is_lost_then_given_up_with_it(is_waiting: bool
         started = Deadline.after(0)
         with pytest.raises(ConnectionLostError, match="connection lost"):
             read_blocks(device, 0, 1, soon(20))
-        assert started.elapsed_ms() < 2000
+        assert started.elapsed_ms() < 5000  # of the 20 s that the command had
         fault = kv.queue.qpair(device.controller.qpair_indexes[0]).fault
         assert fault is not None
         assert fault.kind == "association lost"

@@ -318,14 +318,14 @@ def test_the_rpc_sees_controllers_and_queue_pairs(target: RunningTarget) -> None
 def test_a_host_without_keep_alive_loses_its_association() -> None:
     with (
         running_target(transport=QUICK) as target,
-        connected_admin(target.address, target.port, target.nqn, kato_ms=600) as admin,
+        connected_admin(target.address, target.port, target.nqn, kato_ms=1200) as admin,
         connected_io(admin, target.nqn) as io,
         connected_admin(target.address, target.port, target.nqn) as other,
     ):
         # Commands of the I/O queue do not count: the timer is command based.
         for _ in range(4):
             admin.execute(build_keep_alive())
-            threading.Event().wait(0.2)
+            threading.Event().wait(0.4)
         assert io.execute(build_flush(nsid=1)).cqe.is_success
         assert admin.wait_closed() == b"" and io.wait_closed() == b""
         assert other.execute(build_keep_alive()).cqe.is_success

@@ -447,13 +447,13 @@ def test_data_must_be_padded_as_the_target_demands() -> None:
 
 
 def test_a_connection_that_never_speaks_is_closed() -> None:
-    options = TargetOptions(core=CoreOptions(connect_timeout_ms=150))
+    options = TargetOptions(core=CoreOptions(connect_timeout_ms=600))
     with running_target(options=options) as target:
         with RawHost(target.address, target.port) as silent, RawHost(target.address, target.port) as half:
             half.exchange_ic()
             assert silent.wait_closed() == b"" and half.wait_closed() == b""
         with connected_admin(target.address, target.port, target.nqn) as admin:
-            threading.Event().wait(0.3)
+            threading.Event().wait(1.0)
             assert admin.execute(build_keep_alive()).cqe.is_success
 
 

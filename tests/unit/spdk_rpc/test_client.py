@@ -221,7 +221,7 @@ def test_deadline_covers_the_whole_call_when_bytes_keep_coming(connect: Connect,
     started = time.monotonic()
     with pytest.raises(RpcTimeoutError):
         connect(serve(drip).path).call("m", timeout_s=0.2)
-    assert 0.15 < time.monotonic() - started < 2
+    assert 0.15 < time.monotonic() - started < 5
 
 
 def test_two_replies_in_one_read_the_one_with_our_id_counts(connect: Connect, serve: Serve) -> None:
@@ -261,7 +261,7 @@ def test_reply_with_a_wrong_id_only_ends_in_a_timeout(connect: Connect, serve: S
 
     client = connect(serve(wrong).path)
     with pytest.raises(RpcTimeoutError):
-        client.call("m", timeout_s=0.1)
+        client.call("m", timeout_s=0.5)
     assert client.dropped_reply_count == 2
 
 
