@@ -247,7 +247,11 @@ def _ready_file(options: ServeOptions, target: EmbeddedTarget) -> Iterator[None]
         "listeners": [{"address": each.address, "port": each.port} for each in listeners],
     }
     if options.ready_file:
-        # Renamed into place, so that a reader never sees a part of it.
+        # Renamed into place, so that a reader never sees a part of it; that must not take a device or a FIFO away.
+        if os.path.lexists(options.ready_file) and not Path(options.ready_file).is_file():
+            raise UsageError(
+                f"ready file: {options.ready_file}: expected a regular file or none; name another"
+            )
         partial = Path(f"{options.ready_file}.{os.getpid()}")
         try:
             if Path(options.ready_file).exists() and not Path(options.ready_file).is_file():

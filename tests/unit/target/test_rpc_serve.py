@@ -81,6 +81,14 @@ def test_target_serves_until_a_signal_and_removes_what_it_made(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ready_file_takes_no_fifo_away(start: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    code, error = start("--ready-file", str(tmp_path / "fifo")).end()
+    assert code == 2
+    assert "fifo: expected a regular file or none" in error
+    assert (tmp_path / "fifo").is_fifo()
+
+
 def test_module_runs_the_data_path(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "kvdev.target", "--rpc-socket", str(tmp_path / "rpc.sock")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
