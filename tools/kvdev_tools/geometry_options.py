@@ -23,14 +23,18 @@ def geometry_options(command: _Command) -> _Command:
             click.option(
                 "--geometry",
                 metavar="NAME",
-                help="small (64 KiB pages), medium (1 MiB), or a model such as llama3-8b  [default: medium]",
+                help="small (64 KiB pages), medium (1 MiB), or a model such as llama3-8b, of those that "
+                "docs/cli.md and the error for an unknown name list  [default: medium]",
             ),
             click.option("--layers", type=int, help="An own geometry: layers, ..."),
             click.option("--kv-heads", type=int, help="... KV heads of this rank, ..."),
             click.option(
                 "--head-size", type=int, help="... elements of a head (mla: of the latent row), ..."
             ),
-            click.option("--dtype", help="... type of an element  [default: bf16], ..."),
+            click.option(
+                "--dtype",
+                help="... type of an element: bf16, fp16, fp32, fp8_e4m3, fp8_e5m2, int8, uint8  [default: bf16], ...",
+            ),
             click.option("--attention", help="... mha or mla  [default: mha]."),
         )
     ):

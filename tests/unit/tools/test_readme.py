@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvdev.geometry import PRESETS
+from kvdev.units import format_size
 from kvdev_tools.main import _COMMANDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,3 +97,11 @@ def test_links_lead_somewhere() -> None:
         path = ROOT / name
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert target.startswith("http") or (path.parent / target).exists(), f"{name}: {target}"
+
+
+def test_geometries_listed_are_those_there_are() -> None:
+    section = (ROOT / "docs" / "cli.md").read_text().split("## Geometries")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\S+)` \| (\S+) .*\| ([^|]+) \|$", section, re.M)
+    assert listed == [
+        (name, each.model_id, format_size(each.page_size_bytes)) for name, each in PRESETS.items()
+    ]
