@@ -10,6 +10,7 @@ PYTEST_ARGS ?=
 RUN_ARGS ?=
 CSRC := kvdev/csrc
 STRICT := -std=c11 -D_GNU_SOURCE -O2 -Wall -Wextra -Wconversion -Wshadow -Wvla -Wundef -Werror -fsyntax-only
+comma := ,
 SOURCES := pyproject.toml setup.py $(wildcard $(CSRC)/*.c $(CSRC)/*.h $(CSRC)/*.py)
 
 # kernels/ and tools/ are source roots: without this, running from the checkout would make them importable.
@@ -35,15 +36,20 @@ need:
 	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || \
 	    { echo "make: Python.h is missing: apt-get install python3-dev" >&2; exit 2; }
 
+# The wait is announced, since pip is told to be quiet about everything but trouble.
+define install
+@echo "make: setting up $(VENV): downloads about 70 MB the first time and compiles the C core; a minute or two"
+@test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
+$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$(1)]'
+endef
+
 $(VENV)/.ready: $(SOURCES) | need
-	@echo "make: setting up $(VENV): downloads about 70 MB the first time and compiles the C core; takes a minute or two"
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(call install,test)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.ready
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
-	@touch $@
+$(VENV)/.dev: $(SOURCES) | need
+	$(call install,test$(comma)dev)
+	@touch $@ $(VENV)/.ready
 
 setup: $(VENV)/.ready ## make the virtual environment and build the C core
 
