@@ -72,7 +72,9 @@ class Change:
         if self.after is None:
             return []
         if self.before is None:
-            return [(name, None, value) for name, value in self.after.given().items()]
+            given = self.after.given()
+            given.pop("state", None)  # a raid's state is no parameter of it
+            return [(name, None, value) for name, value in given.items()]
         names = changed_names(self.before, self.after)
         return [(name, self.before.attributes.get(name), self.after.attributes[name]) for name in names]
 
@@ -127,7 +129,7 @@ def plan_state(
     """The plan that makes ``desired`` true and leaves everything else alone.
 
     Args:
-        replace: references (``raid:R0``) of resources that may be removed and made anew.
+        replace: references (``raid:R0``) of resources that may be removed and made anew if they differ.
         prune: remove hosts, namespaces and listeners of the file's subsystems that it does not name.
         arriving: bdevs of controllers that will be there by then, with their block size where it is known.
     """
@@ -184,6 +186,7 @@ class _Planner:
         for own, after in self._desired.items():
             self._compare(own, after)
         self._compare_extras()
+        self._reattach()
         self._spread_removal()
         self._check_options()
         for change in self._changes.values():
@@ -211,8 +214,6 @@ class _Planner:
             return
         differing = changed_names(before, after)
         if not differing:
-            if own.reference in self._replace and is_removable(own.kind):
-                self._remove(own, before, after, Action.REPLACE, "named for replacement")
             return
         if own.kind is Kind.RAID and before.attributes.get("state") != "online":
             # It has no bdev, so nothing uses it; making it anew writes nothing.
@@ -249,6 +250,16 @@ class _Planner:
 
     def _lacks_listener(self, nqn: str) -> bool:
         return any(own.kind is Kind.LISTENER and own.parent == nqn for own in self._changes)
+
+    def _reattach(self) -> None:
+        """Controllers that were named for it are attached anew, so that their SPDK takes the options."""
+        if Id(Kind.OPTIONS, NVME_OPTIONS) not in self._changes:
+            return
+        for own, before in self._observed.state.items():
+            is_named = own.kind is Kind.CONTROLLER and own.reference in self._replace
+            if is_named and own in self._desired and own not in self._removed:
+                reason = "its flushes are swallowed until it is attached anew"
+                self._remove(own, before, self._desired[own], Action.REPLACE, reason)
 
     def _spread_removal(self) -> None:
         """What uses something that is made anew is made anew as well."""

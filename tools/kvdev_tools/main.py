@@ -31,6 +31,7 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "volume": ("kvdev_tools.cmd_volume", "volume", "Make and inspect RAID0 volumes."),
     "namespace": ("kvdev_tools.cmd_namespace", "namespace", "Make and inspect KV namespaces of a volume."),
     "page": ("kvdev_tools.cmd_page", "page", "List and verify stored pages."),
+    "provision": ("kvdev_tools.cmd_provision", "provision", "Make targets, hosts and volumes from one file."),
     "replay": ("kvdev_tools.cmd_replay", "replay", "Offload and restore the KV pages of a request trace."),
 }
 
