@@ -1,9 +1,8 @@
-#include "bdev.h"
+#include "bdev_int.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/falloc.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -21,38 +20,6 @@
 #define SCRATCH_BYTES ((uint64_t)16384)   /* a piece of a file compare or of a zero fill */
 #define MEMSET_MAX ((uint64_t)1 << 20)    /* a longer zero fill of memory gives whole pages back instead */
 
-struct counters {
-    _Atomic uint64_t bytes;
-    _Atomic uint64_t count;
-    _Atomic uint64_t ns;
-    _Atomic uint64_t ns_max;
-    _Atomic uint64_t ns_min;
-};
-
-struct kvdev_bdev {
-    uint64_t size_bytes;
-    uint64_t block_count;
-    uint32_t block_size;
-    uint8_t kind;
-    uint8_t backing;
-    uint8_t is_readonly;
-    uint8_t may_block;
-    uint8_t has_volatile_cache;
-    uint8_t *base;                        /* memory */
-    uint64_t map_bytes;
-    int fd;                               /* file, buffered */
-    int fd_direct;                        /* file, O_DIRECT, or -1 */
-    uint32_t strip_size;                  /* raid0 */
-    uint32_t strip_shift;
-    uint32_t member_count;
-    struct kvdev_bdev **members;
-    struct counters read;
-    struct counters write;
-    struct counters unmap;
-    _Atomic uint64_t flush_count;
-    _Atomic uint64_t error_count;
-};
-
 static int geometry_check(uint32_t block_size, uint64_t block_count)
 {
     if (block_size < 512 || (block_size & (block_size - 1)) != 0 || block_size > 65536)
@@ -62,7 +29,7 @@ static int geometry_check(uint32_t block_size, uint64_t block_count)
     return 0;
 }
 
-static struct kvdev_bdev *bdev_new(uint8_t kind, uint32_t block_size, uint64_t block_count)
+struct kvdev_bdev *bdev_new(uint8_t kind, uint32_t block_size, uint64_t block_count)
 {
     struct kvdev_bdev *bdev = calloc(1, sizeof(*bdev));
     if (!bdev)
@@ -237,6 +204,10 @@ int kvdev_bdev_create_raid0(struct kvdev_bdev *const *members, uint32_t count, u
     bdev->may_block = may_block;
     bdev->has_volatile_cache = has_volatile_cache;
     bdev->is_readonly = is_readonly;
+    for (uint32_t i = 0; i < count; i++) {
+        if (kvdev_bdev_is_held(members[i]))
+            kvdev_bdev_set_held(bdev, 1);
+    }
     *ret = bdev;
     return 0;
 }
@@ -252,6 +223,7 @@ void kvdev_bdev_destroy(struct kvdev_bdev *bdev)
     if (bdev->fd_direct >= 0)
         close(bdev->fd_direct);
     free(bdev->members);
+    stack_free(bdev);
     free(bdev);
 }
 
@@ -292,6 +264,7 @@ static void account_one(struct kvdev_bdev *bdev, int op, uint64_t length, uint64
         atomic_fetch_add_explicit(&bdev->error_count, 1, memory_order_relaxed);
         return;
     }
+    histogram_add(bdev, op, ns);
     switch (op) {
     case KVDEV_BDEV_OP_READ:
     case KVDEV_BDEV_OP_COMPARE:
@@ -310,7 +283,7 @@ static void account_one(struct kvdev_bdev *bdev, int op, uint64_t length, uint64
     }
 }
 
-static struct kvdev_bdev *raid0_member(const struct kvdev_bdev *bdev, uint64_t offset, uint64_t *member_offset)
+struct kvdev_bdev *raid0_member(const struct kvdev_bdev *bdev, uint64_t offset, uint64_t *member_offset)
 {
     uint64_t strip = offset >> bdev->strip_shift;
     uint64_t row = strip / bdev->member_count;
@@ -318,11 +291,21 @@ static struct kvdev_bdev *raid0_member(const struct kvdev_bdev *bdev, uint64_t o
     return bdev->members[strip % bdev->member_count];
 }
 
+/* The device below that has the byte at offset; for raid0 and linear. */
+static struct kvdev_bdev *step_down(const struct kvdev_bdev *bdev, uint64_t offset, uint64_t *below)
+{
+    if (bdev->kind == KVDEV_BDEV_RAID0)
+        return raid0_member(bdev, offset, below);
+    const struct linear_piece *piece = linear_piece_at(bdev, offset);
+    *below = piece->offset + (offset - piece->start);
+    return bdev->members[0];
+}
+
 void kvdev_bdev_account(struct kvdev_bdev *bdev, int op, uint64_t offset, uint64_t length, uint64_t ns, int error)
 {
     account_one(bdev, op, length, ns, error);
-    while (bdev->kind == KVDEV_BDEV_RAID0) {
-        bdev = raid0_member(bdev, offset, &offset);
+    while (bdev->kind == KVDEV_BDEV_RAID0 || bdev->kind == KVDEV_BDEV_LINEAR) {
+        bdev = step_down(bdev, offset, &offset);
         account_one(bdev, op, length, ns, error);
     }
 }
@@ -368,7 +351,7 @@ void kvdev_bdev_stat_reset(struct kvdev_bdev *bdev)
 
 /* ---- operations ---- */
 
-static uint64_t now_ns(void)
+uint64_t bdev_now_ns(void)
 {
     struct timespec ts;
     clock_gettime(CLOCK_MONOTONIC, &ts);
@@ -576,12 +559,17 @@ static int raid0_execute(struct kvdev_bdev *bdev, int op, uint32_t flags, uint64
 
 int kvdev_bdev_execute(struct kvdev_bdev *bdev, int op, uint32_t flags, uint64_t offset, uint64_t length, void *buf)
 {
+    return kvdev_bdev_execute_from(bdev, op, flags, offset, length, buf, bdev_now_ns());
+}
+
+int kvdev_bdev_execute_from(struct kvdev_bdev *bdev, int op, uint32_t flags, uint64_t offset, uint64_t length,
+                            void *buf, uint64_t start_ns)
+{
     if (offset > bdev->size_bytes || length > bdev->size_bytes - offset ||
         ((offset | length) & (bdev->block_size - 1)) != 0)
         return -EINVAL;
     if (bdev->is_readonly && op != KVDEV_BDEV_OP_READ && op != KVDEV_BDEV_OP_COMPARE && op != KVDEV_BDEV_OP_FLUSH)
         return -EROFS;
-    uint64_t start = now_ns();
     int err;
     switch (bdev->kind) {
     case KVDEV_BDEV_MEMORY:
@@ -593,11 +581,17 @@ int kvdev_bdev_execute(struct kvdev_bdev *bdev, int op, uint32_t flags, uint64_t
     case KVDEV_BDEV_NULL:
         err = null_execute(op, length, buf);
         break;
+    case KVDEV_BDEV_LINEAR:
+        err = linear_execute(bdev, op, flags, offset, length, buf);
+        break;
+    case KVDEV_BDEV_FILTER:
+        err = filter_execute(bdev, op, flags, offset, length, buf);
+        break;
     default:
         err = raid0_execute(bdev, op, flags, offset, length, buf);
         break;
     }
-    account_one(bdev, op, length, now_ns() - start, err == -EILSEQ ? 0 : err);
+    account_one(bdev, op, length, bdev_now_ns() - start_ns, err == -EILSEQ ? 0 : err);
     return err;
 }
 
@@ -605,12 +599,18 @@ void *kvdev_bdev_direct(const struct kvdev_bdev *bdev, uint64_t offset, uint64_t
 {
     if (length == 0 || offset > bdev->size_bytes || length > bdev->size_bytes - offset)
         return NULL;
-    while (bdev->kind == KVDEV_BDEV_RAID0) {
-        if ((offset & (bdev->strip_size - 1)) + length > bdev->strip_size) {
+    if (kvdev_bdev_is_held(bdev))
+        return NULL;
+    while (bdev->kind == KVDEV_BDEV_RAID0 || bdev->kind == KVDEV_BDEV_LINEAR) {
+        if (bdev->kind == KVDEV_BDEV_LINEAR) {
+            const struct linear_piece *piece = linear_piece_at(bdev, offset);
+            if (offset - piece->start + length > piece->length)
+                return NULL;
+        } else if ((offset & (bdev->strip_size - 1)) + length > bdev->strip_size) {
             if (bdev->member_count > 1)
                 return NULL;
         }
-        bdev = raid0_member(bdev, offset, &offset);
+        bdev = step_down(bdev, offset, &offset);
     }
     return bdev->kind == KVDEV_BDEV_MEMORY ? bdev->base + offset : NULL;
 }

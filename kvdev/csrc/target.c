@@ -68,6 +68,23 @@ void target_work_push(struct kvdev_target *target, struct request *request)
     pthread_mutex_unlock(&target->work_lock);
 }
 
+void target_held_push(struct kvdev_target *target, struct request *request)
+{
+    pthread_mutex_lock(&target->work_lock);
+    list_push(&target->held, request);
+    target->held_due_ns = 0;
+    pthread_cond_signal(&target->work_ready);
+    pthread_mutex_unlock(&target->work_lock);
+}
+
+void kvdev_target_release(struct kvdev_target *target)
+{
+    pthread_mutex_lock(&target->work_lock);
+    target->held_due_ns = 0;
+    pthread_cond_broadcast(&target->work_ready);
+    pthread_mutex_unlock(&target->work_lock);
+}
+
 void target_control_push(struct kvdev_target *target, struct request *request)
 {
     pthread_mutex_lock(&target->control_lock);
@@ -100,21 +117,72 @@ void target_namespace_put(struct kvdev_target *target, struct target_namespace *
     }
 }
 
+/* Whether a held request is to be held no longer because nothing will come of it. */
+static int is_hopeless(struct kvdev_target *target, struct request *request)
+{
+    return atomic_load(&target->stopping) || !atomic_load(&request->ns->bdev) ||
+           atomic_load(&request->connection->is_closed);
+}
+
+/* A held request whose time has come; else held_due_ns says when to look again. Under work_lock. */
+static struct request *held_take(struct kvdev_target *target)
+{
+    uint64_t now = target_now_ns();
+    if (!target->held.first || target->held_due_ns > now)
+        return NULL;
+    uint64_t due = UINT64_MAX;
+    struct request *before = NULL;
+    for (struct request *request = target->held.first; request; before = request, request = request->next) {
+        int is_over = is_hopeless(target, request);
+        int is_pending = !kvdev_bdev_is_resumed(&request->hold);
+        if (!is_over && (is_pending || request->hold.due_ns > now)) {
+            uint64_t again = is_pending ? UINT64_MAX : request->hold.due_ns;
+            due = again < due ? again : due;
+            continue;
+        }
+        if (before)
+            before->next = request->next;
+        else
+            target->held.first = request->next;
+        if (target->held.last == request)
+            target->held.last = before;
+        request->next = NULL;
+        request->error = is_over && is_pending ? -ECANCELED : 0;
+        return request;
+    }
+    target->held_due_ns = due;
+    return NULL;
+}
+
+static void work_wait(struct kvdev_target *target)
+{
+    if (!target->held.first || target->held_due_ns == UINT64_MAX) {
+        pthread_cond_wait(&target->work_ready, &target->work_lock);
+        return;
+    }
+    struct timespec at = {(time_t)(target->held_due_ns / 1000000000u), (long)(target->held_due_ns % 1000000000u)};
+    pthread_cond_timedwait(&target->work_ready, &target->work_lock, &at);
+}
+
 static void *worker_main(void *arg)
 {
     struct worker *worker = arg;
     struct kvdev_target *target = worker->target;
     pthread_mutex_lock(&target->work_lock);
     for (;;) {
-        struct request *request = list_pop(&target->work);
+        struct request *request = held_take(target);
+        int is_cancelled = request && request->error;
+        if (!request)
+            request = list_pop(&target->work);
         if (!request && atomic_load(&target->stopping))
             break;
         if (!request) {
-            pthread_cond_wait(&target->work_ready, &target->work_lock);
+            work_wait(target);
             continue;
         }
         pthread_mutex_unlock(&target->work_lock);
-        command_execute(request);
+        if (!is_cancelled)
+            command_execute(request);
         target_inbox_push(request->connection->poller, request);
         pthread_mutex_lock(&target->work_lock);
     }
@@ -294,9 +362,7 @@ int kvdev_target_destroy(struct kvdev_target *target, uint64_t timeout_ns)
     deadline.tv_nsec = (long)(at % 1000000000u);
     atomic_store(&target->stopping, 1);
     target_scan_all(target);
-    pthread_mutex_lock(&target->work_lock);
-    pthread_cond_broadcast(&target->work_ready);
-    pthread_mutex_unlock(&target->work_lock);
+    kvdev_target_release(target);
     kvdev_target_control_wake(target);
     int err = 0;
     for (uint32_t i = 0; target->pollers && i < target->opts.poller_count; i++) {
@@ -475,6 +541,7 @@ int kvdev_target_namespace_clear(struct kvdev_target *target, int32_t index, uin
     }
     struct target_namespace *ns = &subsystem->namespaces[nsid - 1];
     atomic_store(&ns->bdev, NULL);
+    kvdev_target_release(target);
     for (int attempt = 0; attempt < 2 && atomic_load(&ns->outstanding) > 0; attempt++) {
         if (attempt == 1) {
             atomic_store(&ns->evict, 1);

@@ -134,6 +134,9 @@ int kvdev_target_namespace_set(struct kvdev_target *target, int32_t subsystem, u
 int kvdev_target_namespace_clear(struct kvdev_target *target, int32_t subsystem, uint32_t nsid,
                                  uint64_t timeout_ns);
 
+/* Look at the held operations again: a filter was resumed, or limits changed. */
+void kvdev_target_release(struct kvdev_target *target);
+
 int kvdev_target_controller_create(struct kvdev_target *target, int32_t subsystem, int32_t *ret);
 /* Whether its I/O queues execute commands. */
 int kvdev_target_controller_set_ready(struct kvdev_target *target, int32_t controller, int is_ready);

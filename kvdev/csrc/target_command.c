@@ -184,7 +184,8 @@ static uint16_t status_of(int error, int op)
     case -EIO:
         return op == KVDEV_BDEV_OP_READ || op == KVDEV_BDEV_OP_COMPARE ? ST_READ_ERROR : ST_WRITE_FAULT;
     default:
-        return ST_INTERNAL_ERROR;
+        /* An injected NVMe status goes to the host as it is. */
+        return -error & KVDEV_BDEV_NVME_ERROR ? (uint16_t)(-error & 0x7ff) : ST_INTERNAL_ERROR;
     }
 }
 
@@ -208,8 +209,9 @@ void command_execute(struct request *request)
         dsm_execute(request);
         return;
     }
-    request->error = kvdev_bdev_execute(request->bdev, request->op, request->op_flags, request->offset,
-                                        request->length, request->data);
+    uint64_t start_ns = request->admitted_ns ? request->admitted_ns : target_now_ns();
+    request->error = kvdev_bdev_execute_from(request->bdev, request->op, request->op_flags, request->offset,
+                                             request->length, request->data, start_ns);
 }
 
 /* The operation's data is where it must be: run it here, or lend the request to a worker. */
@@ -220,6 +222,17 @@ static void execute(struct request *request)
     kvdev_bdev_info_read(request->bdev, &info);
     int is_long_fill = request->length > TARGET_INLINE_FILL_MAX &&
                        (request->op == KVDEV_BDEV_OP_WRITE_ZEROES || request->op == KVDEV_BDEV_OP_DEALLOCATE);
+    if (kvdev_bdev_is_held(request->bdev)) {
+        uint64_t now = target_now_ns();
+        request->admitted_ns = now;
+        request->state = REQUEST_EXECUTING;
+        connection->lent++;
+        if (kvdev_bdev_admit(request->bdev, request->op, request->offset, request->length, now, &request->hold))
+            target_held_push(connection->target, request);
+        else
+            target_work_push(connection->target, request);
+        return;
+    }
     if (info.may_block || is_long_fill) {
         request->state = REQUEST_EXECUTING;
         connection->lent++;
@@ -597,6 +610,7 @@ static void request_reset(struct request *request)
     request->bdev = NULL;
     request->data = NULL;
     request->buffer = NULL;
+    request->admitted_ns = 0;
     request->offset = 0;
     request->length = 0;
     request->data_len = 0;

@@ -105,6 +105,8 @@ struct request {
     uint64_t offset;
     uint64_t length; /* of the operation on the device */
     uint64_t arrival_ns;
+    uint64_t admitted_ns; /* when the device took it on; 0: not held back */
+    struct kvdev_bdev_hold hold;
     uint64_t control_sequence;
     uint32_t data_len; /* to move over the wire */
     uint32_t block_size;
@@ -166,6 +168,7 @@ struct connection {
     int32_t controller_number;
     struct target_controller *controller;
     _Atomic uint32_t kill;
+    _Atomic uint32_t is_closed; /* for the workers: nobody waits for its requests */
     _Atomic uint32_t was_closed_event_taken; /* by the control thread, which touches it no more */
     uint64_t deadline_ns; /* of WAIT_IC, WAIT_CONNECT, LINGER */
     struct kvdev_target_transport transport;
@@ -245,6 +248,8 @@ struct kvdev_target {
     pthread_mutex_t work_lock;
     pthread_cond_t work_ready;
     struct request_list work;
+    struct request_list held; /* not to run before a time, or before a filter is resumed */
+    uint64_t held_due_ns; /* no held request is due before */
 
     pthread_mutex_t control_lock;
     pthread_cond_t control_ready;
@@ -291,6 +296,7 @@ uint64_t target_now_ns(void);
 
 /* target.c */
 void target_work_push(struct kvdev_target *target, struct request *request);
+void target_held_push(struct kvdev_target *target, struct request *request);
 void target_control_push(struct kvdev_target *target, struct request *request);
 void target_control_push_closed(struct kvdev_target *target, struct connection *connection);
 void target_poller_kick(struct poller *poller);

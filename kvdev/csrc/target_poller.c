@@ -169,6 +169,9 @@ static void socket_close(struct connection *connection)
         close(connection->fd); /* leaves the epoll set by itself: the descriptor was never duplicated */
     connection->fd = -1;
     connection->state = CONNECTION_CLOSED;
+    atomic_store(&connection->is_closed, 1);
+    if (connection->lent)
+        kvdev_target_release(connection->target);
     atomic_store(&connection->poller->scan, 1); /* reap it this round */
 }
 

@@ -11,6 +11,7 @@ import enum
 import errno
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ MAX_IO_SIZE_BYTES_LIMIT: Final = 16 << 20
 BUFFER_COUNT: Final = 32
 """Buffers of a poller: commands on files, or across strips, that are under way at the same time; more wait."""
 EVENT_COUNT_MAX: Final = 64
+HISTOGRAM_BUCKET_COUNT: Final = int(lib.KVDEV_BDEV_HISTOGRAM_BUCKETS)
 NS_PER_S: Final = 1_000_000_000
 
 
@@ -69,6 +71,38 @@ class NativeBdevStat:
     unmap_ns_min: int
     flush_count: int
     error_count: int
+
+
+class BdevOp(enum.IntEnum):
+    """An operation of a device."""
+
+    READ = int(lib.KVDEV_BDEV_OP_READ)
+    WRITE = int(lib.KVDEV_BDEV_OP_WRITE)
+    FLUSH = int(lib.KVDEV_BDEV_OP_FLUSH)
+    DEALLOCATE = int(lib.KVDEV_BDEV_OP_DEALLOCATE)
+
+
+class InjectionType(enum.IntEnum):
+    """How an injected error shows."""
+
+    FAILURE = int(lib.KVDEV_BDEV_INJECT_FAILURE)
+    PENDING = int(lib.KVDEV_BDEV_INJECT_PENDING)
+    CORRUPT = int(lib.KVDEV_BDEV_INJECT_CORRUPT)
+    NOMEM = int(lib.KVDEV_BDEV_INJECT_NOMEM)
+    NVME = int(lib.KVDEV_BDEV_INJECT_NVME)
+
+
+@dataclass(frozen=True)
+class NativeInjection:
+    """``struct kvdev_bdev_injection``; a count of 0 takes the injection away."""
+
+    type: InjectionType = InjectionType.FAILURE
+    count: int = 0
+    queue_depth: int = 0
+    corrupt_offset: int = 0
+    corrupt_value: int = 0
+    sct: int = 0
+    sc: int = 0
 
 
 def _check(result: int, what: str) -> None:
@@ -125,6 +159,93 @@ class NativeBdev:
         array = ffi.new("struct kvdev_bdev *[]", [member._pointer for member in members])
         _check(lib.kvdev_bdev_create_raid0(array, len(members), strip_size_bytes, out), "raid0 bdev")
         return cls(out[0], members)
+
+    @classmethod
+    def linear(
+        cls, base: NativeBdev, extents: Sequence[tuple[int, int]], *, is_readonly: bool = False
+    ) -> NativeBdev:
+        """Pieces (offset, length) of a base in bytes, one after the other."""
+        out = ffi.new("struct kvdev_bdev **")
+        pieces = ffi.new(
+            "struct kvdev_bdev_extent[]", [{"offset": at, "length": size} for at, size in extents]
+        )
+        flags = lib.KVDEV_BDEV_READONLY if is_readonly else 0
+        result = lib.kvdev_bdev_create_linear(base._pointer, pieces, len(extents), flags, out)
+        _check(result, "linear bdev")
+        return cls(out[0], (base,))
+
+    @classmethod
+    def filter(cls, base: NativeBdev) -> NativeBdev:
+        """The base seen through delays and injected errors."""
+        out = ffi.new("struct kvdev_bdev **")
+        _check(lib.kvdev_bdev_create_filter(base._pointer, out), "filter bdev")
+        return cls(out[0], (base,))
+
+    @property
+    def members(self) -> tuple[NativeBdev, ...]:
+        """The devices this one stands on."""
+        return self._members
+
+    def set_limits(
+        self, *, rw_ios: int = 0, rw_bytes: int = 0, read_bytes: int = 0, write_bytes: int = 0
+    ) -> None:
+        """Limits per second, 0 for none; then ``set_held`` on this device and on those above it."""
+        limits = {
+            "rw_ios": rw_ios,
+            "rw_bytes": rw_bytes,
+            "read_bytes": read_bytes,
+            "write_bytes": write_bytes,
+        }
+        lib.kvdev_bdev_set_limits(self._pointer, ffi.new("struct kvdev_bdev_limits *", limits))
+
+    def set_held(self, is_held: bool) -> None:
+        """Whether a device below this one may hold operations back; its own limits count by themselves."""
+        lib.kvdev_bdev_set_held(self._pointer, int(is_held))
+
+    @property
+    def is_held(self) -> bool:
+        return bool(lib.kvdev_bdev_is_held(self._pointer))
+
+    def set_delay(self, *, read_ns_avg: int, read_ns_p99: int, write_ns_avg: int, write_ns_p99: int) -> None:
+        """Latencies of a filter."""
+        delay = {
+            "read_ns_avg": read_ns_avg,
+            "read_ns_p99": read_ns_p99,
+            "write_ns_avg": write_ns_avg,
+            "write_ns_p99": write_ns_p99,
+        }
+        _check(lib.kvdev_bdev_set_delay(self._pointer, ffi.new("struct kvdev_bdev_delay *", delay)), "delay")
+
+    def inject(self, op: BdevOp, injection: NativeInjection) -> None:
+        """Let the next operations of a filter go wrong."""
+        values = {
+            "queue_depth": injection.queue_depth,
+            "corrupt_offset": injection.corrupt_offset,
+            "count": injection.count,
+            "type": int(injection.type),
+            "corrupt_value": injection.corrupt_value,
+            "sct": injection.sct,
+            "sc": injection.sc,
+        }
+        wire = ffi.new("struct kvdev_bdev_injection *", values)
+        _check(lib.kvdev_bdev_inject(self._pointer, int(op), wire), "inject")
+
+    def resume(self) -> None:
+        """Let go what a filter holds as pending; ``TargetCore.release`` wakes who carries it out."""
+        _check(lib.kvdev_bdev_resume(self._pointer), "resume")
+
+    def start_histogram(self, op: BdevOp | None = None) -> None:
+        """Count latencies of one operation, or of all, from zero."""
+        _check(lib.kvdev_bdev_histogram_start(self._pointer, -1 if op is None else int(op)), "histogram")
+
+    def stop_histogram(self) -> None:
+        lib.kvdev_bdev_histogram_stop(self._pointer)
+
+    def histogram(self) -> list[int]:
+        """Counts of 128 buckets of one nanosecond, then of 128 for each power of two. OSError EFAULT: stopped."""
+        counts = ffi.new("uint64_t[]", HISTOGRAM_BUCKET_COUNT)
+        _check(lib.kvdev_bdev_histogram_read(self._pointer, counts), "histogram")
+        return list(counts)
 
     def close(self) -> None:
         """Release it; no namespace and no raid0 may use it any more."""
@@ -359,6 +480,10 @@ class TargetCore:
     def clear_namespace(self, subsystem: int, nsid: int, *, timeout_s: float) -> None:
         result = lib.kvdev_target_namespace_clear(self._pointer, subsystem, nsid, int(timeout_s * NS_PER_S))
         _check(result, "clear namespace")
+
+    def release(self) -> None:
+        """Look at the operations held back again: a filter was resumed, or limits changed."""
+        lib.kvdev_target_release(self._pointer)
 
     def create_controller(self, subsystem: int) -> int:
         out = ffi.new("int32_t *")

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
-from kvdev.units import KIB, is_power_of_two
+from kvdev.units import KIB, MIB, is_power_of_two
 from spdk_rpc.errors import ERROR_INTERNAL, ERROR_INVALID_PARAMS
 
 DISCOVERY_NQN = "nqn.2014-08.org.nvmexpress.discovery"
@@ -65,14 +65,53 @@ class BdevKind(enum.Enum):
     AIO = "AIO disk"
     URING = "URING bdev"
     RAID0 = "Raid Volume"
+    SPLIT = "Split Disk"
+    LVOL = "Logical Volume"
+    DELAY = "delay"
+    ERROR = "Error Injection Disk"
+    NVME = "NVMe disk"
+
+
+@dataclass(frozen=True)
+class RateLimits:
+    """Limits of one bdev; 0 is none."""
+
+    rw_ios_per_sec: int = 0
+    rw_mbytes_per_sec: int = 0
+    r_mbytes_per_sec: int = 0
+    w_mbytes_per_sec: int = 0
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """What a delay bdev adds, in microseconds."""
+
+    avg_read: int
+    p99_read: int
+    avg_write: int
+    p99_write: int
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What an error bdev does to the next ``count`` operations of a kind (read, write, unmap, flush)."""
+
+    error_type: str
+    count: int
+    queue_depth: int = 0
+    corrupt_offset: int = 0
+    corrupt_value: int = 0
+    sct: int = 0
+    sc: int = 0
 
 
 @dataclass(frozen=True)
 class Bdev:
     """A registered block device. ``handle`` is what the backend gave for it, -1 while it is being opened.
 
-    ``filename`` is set for AIO and URING; ``strip_size_bytes`` and ``base_names`` with their
-    ``base_handles`` for RAID0, whose strip s lies on base s mod n at row s div n.
+    ``filename`` is set for AIO and URING; ``base_names`` with their ``base_handles`` for what stands on other
+    bdevs: RAID0, whose strip s lies on base s mod n at row s div n, and SPLIT, LVOL, DELAY, ERROR on one base.
+    ``extents`` of SPLIT and LVOL are (offset, length) on the base in bytes, in order.
     """
 
     name: str
@@ -90,6 +129,12 @@ class Bdev:
     base_names: tuple[str, ...] = ()
     base_handles: tuple[int, ...] = ()
     physical_block_size_bytes: int = 0
+    alias: str = ""
+    extents: tuple[tuple[int, int], ...] = ()
+    latencies: Latencies | None = None
+    limits: RateLimits = RateLimits()
+    controller_name: str = ""
+    remote_nsid: int = 0
 
 
 @dataclass(frozen=True)
@@ -262,6 +307,29 @@ class TargetBackend(Protocol):
     def reset_iostat(self, handle: int) -> None:
         """Set the counters of one bdev to zero."""
 
+    def clear_bdev(self, handle: int) -> None:
+        """Let a bdev read as zeroes from now on, as far as what it stands on can. Raises OSError."""
+
+    def set_limits(self, handle: int, limits: RateLimits) -> None:
+        """Operations beyond the limits start later, also those under way to bdevs above this one."""
+
+    def set_latencies(self, handle: int, latencies: Latencies) -> None:
+        """What a delay bdev adds from now on."""
+
+    def inject(self, handle: int, operation: str, injection: Injection) -> None:
+        """Arm an error bdev for one kind of operation; a count of 0 disarms it."""
+
+    def resume_pending(self, handle: int) -> None:
+        """Let go on what an error bdev holds back as pending."""
+
+    def start_histogram(self, handle: int, operation: str | None) -> None:
+        """Count latencies of a kind of operation, or of all, from zero."""
+
+    def stop_histogram(self, handle: int) -> None: ...
+
+    def histogram(self, handle: int) -> list[int]:
+        """Counts of 128 buckets of 1 ns, then of 128 for each power of two; zeroes when stopped."""
+
     def create_transport(self, transport: Transport) -> None:
         """The transport exists from now on; its limits hold for queue pairs accepted later."""
 
@@ -287,7 +355,71 @@ class TargetBackend(Protocol):
 
     def qpairs(self, nqn: str) -> list[QpairInfo]: ...
 
+    @property
+    def remote(self) -> RemoteBackend | None:
+        """None where this backend is no initiator."""
+
+    @property
+    def vhost(self) -> VhostBackend | None:
+        """None where this backend serves no vhost-user sockets."""
+
     def poll_groups(self) -> list[PollGroupStat]: ...
+
+
+@dataclass(frozen=True)
+class RemoteId:
+    """Where a controller of another target is, as SPDK writes it."""
+
+    trtype: str
+    adrfam: str
+    traddr: str
+    trsvcid: str
+    subnqn: str
+
+
+@dataclass(frozen=True)
+class RemoteNamespace:
+    """A namespace of a remote controller."""
+
+    nsid: int
+    uuid: uuid_module.UUID
+    block_size_bytes: int
+    block_count: int
+
+
+@dataclass(frozen=True)
+class RemoteController:
+    """What a connection to another target found."""
+
+    cntlid: int
+    serial_number: str
+    model_number: str
+    namespaces: tuple[RemoteNamespace, ...]
+
+
+class RemoteBackend(Protocol):
+    """Connections to other targets, for a backend that can be an initiator. Raises OSError."""
+
+    def connect(self, remote: RemoteId, host_nqn: str) -> RemoteController: ...
+
+    def disconnect(self, remote: RemoteId, cntlid: int) -> None: ...
+
+    def discover(self, remote: RemoteId, host_nqn: str) -> list[RemoteId]:
+        """The NVM subsystems that a discovery controller names."""
+
+
+class VhostBackend(Protocol):
+    """vhost-user-blk sockets, for a backend that can serve them. Raises OSError."""
+
+    folder: str
+    """Where the sockets are made."""
+
+    def create(self, name: str, handle: int, *, is_readonly: bool) -> None: ...
+
+    def delete(self, name: str) -> None: ...
+
+    def bdev_gone(self, name: str) -> None:
+        """The bdev behind a socket goes: end its I/O before returning."""
 
 
 class ServiceBackend(TargetBackend, Protocol):
@@ -327,11 +459,13 @@ class Event:
 
 @dataclass(frozen=True)
 class _Claim:
-    """Who writes to a bdev: a namespace of a subsystem, or a RAID0."""
+    """Who writes to a bdev: a namespace of a subsystem, a RAID0, or a stack (``on_lost`` when the bdev goes)."""
 
     nqn: str = ""
     nsid: int = 0
     raid_name: str = ""
+    on_lost: Callable[[], None] | None = None
+    type: str = "exclusive_write"
 
 
 def errno_error(code: int, reason: str = "", *, prefix: str = "") -> SpdkError:
@@ -407,6 +541,11 @@ class TargetModel:
         self._make_uuid = make_uuid
         self._transport: Transport | None = None
         self._bdevs: Mapping[str, Bdev] = {}
+        self._aliases: dict[str, str] = {}
+        self.examiners: list[Callable[[Bdev], None]] = []
+        """Told of each bdev that has come and has no claim yet; what waits for it may take it."""
+        self.removal_watchers: list[Callable[[Bdev], None]] = []
+        """Told of each bdev that is about to go."""
         self._claims: dict[str, _Claim] = {}
         self._raids: dict[str, RaidState] = {}
         self._listener_users: dict[ListenAddress, set[str]] = {}
@@ -425,9 +564,9 @@ class TargetModel:
         return self._transport
 
     def bdev(self, name: str) -> Bdev | None:
-        """A bdev by name or by its alias, the UUID."""
+        """A bdev by name or by an alias: its UUID, STORE/LVOL."""
         bdevs = self._bdevs
-        found = bdevs.get(name)
+        found = bdevs.get(name) or bdevs.get(self._aliases.get(name, ""))
         if found is None and _UUID.fullmatch(name):
             wanted = uuid_module.UUID(name)
             found = next((bdev for bdev in bdevs.values() if bdev.uuid == wanted), None)
@@ -445,8 +584,32 @@ class TargetModel:
 
     # Questions of the RPC methods.
 
+    @property
+    def backend(self) -> TargetBackend:
+        return self._backend
+
+    def new_uuid(self) -> uuid_module.UUID:
+        return self._make_uuid()
+
     def is_claimed(self, name: str) -> bool:
         return name in self._claims
+
+    def claim_type(self, name: str) -> str:
+        """What SPDK calls the claim; empty without one."""
+        claim = self._claims.get(name)
+        return claim.type if claim is not None else ""
+
+    def claim(self, name: str, on_lost: Callable[[], None], *, type: str = "exclusive_write") -> None:
+        """Take a bdev for a stack; ``on_lost`` is called when it goes and must free what stands on it."""
+        if name in self._claims:
+            raise errno_error(errno.EPERM, f"bdev {name!r} is in use")
+        self._claims[name] = _Claim(on_lost=on_lost, type=type)
+
+    def release(self, name: str) -> None:
+        """Give a bdev back that ``claim`` took."""
+        claim = self._claims.get(name)
+        if claim is not None and claim.on_lost is not None:
+            del self._claims[name]
 
     def raids(self) -> tuple[RaidState, ...]:
         return tuple(self._raids.values())
@@ -512,7 +675,7 @@ class TargetModel:
             # The number is used up even when the name turns out to be taken.
             name = f"Malloc{self._auto_name_count}"
             self._auto_name_count += 1
-        return self._register(
+        return self.register(
             Bdev(
                 name=name,
                 kind=BdevKind.MALLOC,
@@ -533,7 +696,7 @@ class TargetModel:
             raise errno_error(
                 errno.EINVAL, f"block_size: expected a multiple of 512 bytes, got {block_size_bytes}"
             )
-        return self._register(
+        return self.register(
             Bdev(
                 name=name,
                 kind=BdevKind.NULL,
@@ -580,7 +743,7 @@ class TargetModel:
                 errno.EINVAL,
                 f"filename: {filename} has {size_bytes} bytes, expected a multiple of {wanted_bytes} above 0",
             )
-        return self._register(
+        return self.register(
             Bdev(
                 name=name,
                 kind=kind,
@@ -600,7 +763,7 @@ class TargetModel:
         bdev = self.bdev(name)
         if bdev is None or bdev.kind is not kind:
             raise errno_error(errno.ENODEV, f"{kind.value} {name!r}")
-        self._unregister(bdev)
+        self.unregister(bdev)
 
     def _check_new_name(self, name: str) -> None:
         if not name or len(name) > BDEV_NAME_SIZE_LIMIT:
@@ -612,7 +775,7 @@ class TargetModel:
         if len(self._bdevs) >= BDEV_COUNT_LIMIT:
             raise errno_error(errno.ENOSPC, f"a target has at most {BDEV_COUNT_LIMIT} bdevs")
 
-    def _register(self, bdev: Bdev) -> str:
+    def register(self, bdev: Bdev) -> str:
         self._check_new_name(bdev.name)
         if bdev.uuid != NULL_UUID and any(other.uuid == bdev.uuid for other in self._bdevs.values()):
             raise errno_error(errno.EEXIST, f"bdev with uuid {bdev.uuid}")
@@ -621,16 +784,72 @@ class TargetModel:
         except OSError as error:
             raise errno_error(error.errno or errno.EIO, f"bdev {bdev.name!r}: {error}") from error
         self._bdevs = {**self._bdevs, bdev.name: replace(bdev, handle=handle)}
+        if bdev.alias:
+            self._aliases[bdev.alias] = bdev.name
         self._notify("bdev_register", bdev.name)
         self._examine(bdev.name)
+        for examiner in self.examiners:
+            if bdev.name in self._bdevs and bdev.name not in self._claims:
+                examiner(self._bdevs[bdev.name])
         return bdev.name
 
-    def _unregister(self, bdev: Bdev) -> None:
+    def replace_bdev(self, changed: Bdev) -> None:
+        """Put a bdev of another size, mapping or access in the place of one of the same name.
+
+        Hosts see their namespace change; a bdev that something else stands on is refused.
+        """
+        old = self._bdevs[changed.name]
+        claim = self._claims.get(old.name)
+        if claim is not None and not claim.nqn:
+            raise errno_error(errno.EBUSY, f"bdev {old.name!r} is in use")
+        try:
+            handle = self._backend.open_bdev(changed)
+        except OSError as error:
+            raise errno_error(error.errno or errno.EIO, f"bdev {old.name!r}: {error}") from error
+        self._bdevs = {**self._bdevs, old.name: replace(changed, handle=handle)}
+        if changed.limits != RateLimits():
+            self._backend.set_limits(handle, changed.limits)
+        if claim is not None:
+            self._backend.namespace_changed(claim.nqn, claim.nsid)
+        self._backend.close_bdev(old.handle)
+        if changed.block_count != old.block_count:
+            self._notify("bdev_resize", old.name)
+
+    def rename_alias(self, name: str, alias: str) -> None:
+        """Give a bdev another alias."""
+        old = self._bdevs[name]
+        self._aliases.pop(old.alias, None)
+        self._aliases[alias] = name
+        self._bdevs = {**self._bdevs, name: replace(old, alias=alias)}
+
+    def set_limits(self, bdev: Bdev, limits: RateLimits) -> None:
+        self._backend.set_limits(bdev.handle, limits)
+        self._bdevs = {**self._bdevs, bdev.name: replace(bdev, limits=limits)}
+
+    def set_latencies(self, bdev: Bdev, latencies: Latencies) -> None:
+        self._backend.set_latencies(bdev.handle, latencies)
+        self._bdevs = {**self._bdevs, bdev.name: replace(bdev, latencies=latencies)}
+
+    def resize_null(self, bdev: Bdev, *, size_mib: int) -> None:
+        """Give a null bdev another size."""
+        block_count = size_mib * MIB // bdev.block_size_bytes
+        if block_count == 0:
+            raise errno_error(errno.EINVAL, f"new_size: expected at least 1 MiB, got {size_mib}")
+        self.replace_bdev(replace(bdev, block_count=block_count))
+
+    def unregister(self, bdev: Bdev) -> None:
         claim = self._claims.get(bdev.name)
         if claim is not None and claim.raid_name:
             self._lose_base(self._raids[claim.raid_name], bdev.name)
         elif claim is not None:
-            self._drop_namespace(self._subsystems[claim.nqn], claim.nsid)
+            if claim.on_lost is not None:
+                claim.on_lost()
+                self._claims.pop(bdev.name, None)
+            else:
+                self._drop_namespace(self._subsystems[claim.nqn], claim.nsid)
+        for watcher in self.removal_watchers:
+            watcher(bdev)
+        self._aliases.pop(bdev.alias, None)
         self._bdevs = {name: other for name, other in self._bdevs.items() if name != bdev.name}
         self._backend.close_bdev(bdev.handle)
         self._notify("bdev_unregister", bdev.name)
@@ -691,7 +910,7 @@ class TargetModel:
         if raid is None:
             raise SpdkError(-errno.ENODEV, f"raid bdev {name} not found")
         if raid.state == "online":
-            self._unregister(self._bdevs[name])
+            self.unregister(self._bdevs[name])
         self._forget_raid(raid)
 
     def _claim_base(self, raid: RaidState, base: Bdev) -> None:
@@ -722,7 +941,7 @@ class TargetModel:
         row_count = min(base.block_count for base in bases) // strip_blocks
         if row_count == 0:
             raise errno_error(errno.EINVAL, "base_bdevs: the smallest is smaller than one strip")
-        self._register(
+        self.register(
             Bdev(
                 name=raid.name,
                 kind=BdevKind.RAID0,
@@ -757,7 +976,7 @@ class TargetModel:
         if raid.state == "online":
             raid.operational_count -= 1
             raid.state = "offline"
-            self._unregister(self._bdevs[raid.name])
+            self.unregister(self._bdevs[raid.name])
         self._release_base(raid, base_name)
         if raid.state == "offline" and not raid.discovered:
             self._raids.pop(raid.name, None)

@@ -17,24 +17,35 @@ import resource
 import time
 import uuid as uuid_module
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import fields
 from typing import Any
 
 import kvdev
 from kvdev.target import model as m
 from kvdev.target import rpc_params as p
+from kvdev.target.rpc_host import HostMethods
 from kvdev.target.rpc_params import optional, required
+from kvdev.target.rpc_stack import StackMethods, limits_json, lvol_driver_specific, stack_config
+from kvdev.target.rpc_table import (
+    TICK_RATE_HZ,
+    Handler,
+    Method,
+    Result,
+    given,
+    no_params,
+    nvmf,
+    raid_row,
+    true_after,
+)
+from kvdev.target.stack import BdevStack
 from kvdev.units import KIB, is_power_of_two
 from spdk_rpc.errors import (
     ERROR_INTERNAL,
     ERROR_INVALID_PARAMS,
     ERROR_INVALID_STATE,
     ERROR_METHOD_NOT_FOUND,
-    ERROR_PARSE,
 )
 
-TICK_RATE_HZ = 1_000_000_000
-"""Ticks in results are nanoseconds."""
 BDEV_WAIT_LIMIT_MS = 600_000
 """Longest wait of bdev_get_bdevs(name, timeout)."""
 DEFAULT_SERIAL_NUMBER = "0" * 20
@@ -93,10 +104,21 @@ IO_TYPES = [
     "write_uncorrectable",
 ]
 
-SUBSYSTEM_DEPENDENCIES: Mapping[str, list[str]] = {"bdev": [], "nvmf": ["bdev"]}
+_PREFERRED_SIZES = (
+    "preferred_write_alignment",
+    "preferred_write_granularity",
+    "optimal_write_size",
+    "preferred_unmap_alignment",
+    "preferred_unmap_granularity",
+)
 
-Result = Any
-Handler = Callable[..., "Result | Awaitable[Result]"]
+SUBSYSTEM_DEPENDENCIES: Mapping[str, list[str]] = {
+    "keyring": [],
+    "bdev": ["keyring"],
+    "nvmf": ["bdev", "keyring"],
+    "nbd": ["bdev"],
+    "vhost_blk": ["bdev"],
+}
 
 _RESET_MODES = ("all", "maxmin", "error", "none")
 _LISTEN_ADDRESS = {
@@ -119,41 +141,13 @@ _NAMESPACE = {
 _SUBSYSTEM_NQN = {"nqn": required(p.text), "tgt_name": optional(p.text)}
 
 
-@dataclass(frozen=True)
-class Method:
-    """How one method is called. ``fields`` None: it takes no parameters, and says ``no_params_text``."""
-
-    handler: Handler
-    fields: Mapping[str, p.Field] | None = field(default_factory=dict)
-    no_params_text: str = ""
-    refusal_code: int = ERROR_INTERNAL
-    refusal_text: str = "spdk_json_decode_object failed"
-    is_relaxed: bool = False
-
-
-def _nvmf(handler: Handler, fields: Mapping[str, p.Field], *, is_relaxed: bool = False) -> Method:
-    return Method(
-        handler,
-        fields,
-        refusal_code=ERROR_INVALID_PARAMS,
-        refusal_text="Invalid parameters",
-        is_relaxed=is_relaxed,
-    )
-
-
-def _raid(handler: Handler, fields: Mapping[str, p.Field]) -> Method:
-    return Method(handler, fields, refusal_code=ERROR_PARSE)
-
-
-def _no_params(handler: Handler, text: str) -> Method:
-    return Method(handler, None, no_params_text=text)
-
-
 class RpcMethods:
     """The table of methods over one model."""
 
     def __init__(self, model: m.TargetModel) -> None:
         self._model = model
+        self.stack = BdevStack(model)
+        self.host = HostMethods(model)
         self._bdev_waiters: set[asyncio.Future[None]] = set()
         self._log_level = "NOTICE"
         self._log_print_level = "INFO"
@@ -163,6 +157,8 @@ class RpcMethods:
             **self._bdev_methods(),
             **self._raid_methods(),
             **self._nvmf_methods(),
+            **StackMethods(model, self.stack).table(),
+            **self.host.table(),
         }
 
     def names(self) -> tuple[str, ...]:
@@ -211,7 +207,7 @@ class RpcMethods:
         level = {"level": required(p.one_of(*LOG_LEVELS))}
         flag = {"flag": required(p.text)}
         return {
-            "spdk_get_version": _no_params(
+            "spdk_get_version": no_params(
                 self._spdk_get_version, "spdk_get_version method requires no parameters"
             ),
             "rpc_get_methods": Method(
@@ -221,7 +217,7 @@ class RpcMethods:
                 refusal_text="Invalid parameters",
             ),
             "framework_wait_init": Method(lambda: True, {}),
-            "framework_get_subsystems": _no_params(
+            "framework_get_subsystems": no_params(
                 self._framework_get_subsystems, "'framework_get_subsystems' requires no arguments"
             ),
             "framework_get_config": Method(
@@ -230,11 +226,11 @@ class RpcMethods:
                 refusal_code=invalid,
                 refusal_text="Invalid arguments",
             ),
-            "framework_get_reactors": _no_params(
+            "framework_get_reactors": no_params(
                 self._framework_get_reactors, "`framework_get_reactors` requires no arguments"
             ),
-            "notify_get_types": _no_params(
-                lambda: ["bdev_register", "bdev_unregister"], "No parameters required"
+            "notify_get_types": no_params(
+                lambda: ["bdev_register", "bdev_unregister", "bdev_resize"], "No parameters required"
             ),
             "notify_get_notifications": Method(
                 self._notify_get_notifications,
@@ -242,14 +238,12 @@ class RpcMethods:
                 refusal_code=invalid,
                 refusal_text=os.strerror(errno.EINVAL),
             ),
-            "log_get_flags": _no_params(
-                lambda: dict(self._log_flags), "log_get_flags requires no parameters"
-            ),
+            "log_get_flags": no_params(lambda: dict(self._log_flags), "log_get_flags requires no parameters"),
             "log_set_flag": Method(lambda flag: self._set_log_flag(flag, True), flag),
             "log_clear_flag": Method(lambda flag: self._set_log_flag(flag, False), flag),
-            "log_get_level": _no_params(lambda: self._log_level, "log_get_level requires no parameters"),
+            "log_get_level": no_params(lambda: self._log_level, "log_get_level requires no parameters"),
             "log_set_level": Method(self._log_set_level, level),
-            "log_get_print_level": _no_params(
+            "log_get_print_level": no_params(
                 lambda: self._log_print_level, "log_get_print_level requires no parameters"
             ),
             "log_set_print_level": Method(self._log_set_print_level, level),
@@ -270,10 +264,15 @@ class RpcMethods:
 
     def _framework_get_config(self, name: str, with_batches: bool = False) -> Result:
         del with_batches  # A batch is an optimisation of loading; the flat list says the same.
-        if name == "bdev":
-            return self._bdev_config()
-        if name == "nvmf":
-            return self._nvmf_config()
+        config: Mapping[str, Callable[[], Result]] = {
+            "keyring": self.host.keyring_config,
+            "bdev": self._bdev_config,
+            "nvmf": self._nvmf_config,
+            "nbd": list,
+            "vhost_blk": self.host.vhost_config,
+        }
+        if name in config:
+            return config[name]()
         raise m.SpdkError(ERROR_INVALID_PARAMS, f"Subsystem '{name}' not found")
 
     def _framework_get_reactors(self) -> Result:
@@ -339,7 +338,7 @@ class RpcMethods:
             "bdev_get_bdevs": Method(
                 self._bdev_get_bdevs, {"name": optional(p.text), "timeout": optional(p.uint64)}
             ),
-            "bdev_wait_for_examine": _no_params(lambda: True, "bdev_wait_for_examine requires no parameters"),
+            "bdev_wait_for_examine": no_params(lambda: True, "bdev_wait_for_examine requires no parameters"),
             "bdev_get_iostat": Method(
                 self._bdev_get_iostat,
                 {
@@ -451,29 +450,30 @@ class RpcMethods:
     def _bdev_info(self, bdev: m.Bdev) -> Result:
         info: dict[str, Any] = {
             "name": bdev.name,
-            "aliases": [str(bdev.uuid)],
+            "aliases": [bdev.alias or str(bdev.uuid)],
             "product_name": bdev.kind.value,
             "block_size": bdev.block_size_bytes,
             "num_blocks": bdev.block_count,
-            "preferred_write_alignment": 0,
-            "preferred_write_granularity": 0,
-            "optimal_write_size": 0,
-            "preferred_unmap_alignment": 0,
-            "preferred_unmap_granularity": 0,
+            **dict.fromkeys(_PREFERRED_SIZES, 0),
             "uuid": str(bdev.uuid),
         }
-        if bdev.kind is m.BdevKind.MALLOC:
+        if self._has_numa_id(bdev):
             info["numa_id"] = -1
-        limits = ("rw_ios_per_sec", "rw_mbytes_per_sec", "r_mbytes_per_sec", "w_mbytes_per_sec")
-        info["assigned_rate_limits"] = dict.fromkeys(limits, 0)
+        info["assigned_rate_limits"] = limits_json(bdev.limits)
         info["claimed"] = self._model.is_claimed(bdev.name)
         if info["claimed"]:
-            info["claim_type"] = "exclusive_write"
+            info["claim_type"] = self._model.claim_type(bdev.name)
         info["zoned"] = False
         supported = {"read"} if bdev.is_readonly else {"read", "write", "unmap", "flush", "write_zeroes"}
         info["supported_io_types"] = {name: name in supported for name in IO_TYPES}
         info["driver_specific"] = self._driver_specific(bdev)
         return info
+
+    def _has_numa_id(self, bdev: m.Bdev) -> bool:
+        """SPDK tells a node for memory and NVMe, and for what stands on one bdev of these."""
+        while len(bdev.base_names) == 1 and bdev.kind is not m.BdevKind.RAID0:
+            bdev = self._model.find_bdev(bdev.base_names[0])
+        return bdev.kind in (m.BdevKind.MALLOC, m.BdevKind.NVME)
 
     def _driver_specific(self, bdev: m.Bdev) -> Result:
         if bdev.kind is m.BdevKind.URING:
@@ -488,6 +488,22 @@ class RpcMethods:
                     "nowait": bdev.nowait,
                 }
             }
+        if bdev.kind is m.BdevKind.SPLIT:
+            offset_blocks = bdev.extents[0][0] // bdev.block_size_bytes
+            return {"split": {"base_bdev": bdev.base_names[0], "offset_blocks": offset_blocks}}
+        if bdev.kind is m.BdevKind.ERROR:
+            return {"error_disk": {"base_bdev": bdev.base_names[0]}}
+        if bdev.kind is m.BdevKind.DELAY and bdev.latencies is not None:
+            latencies = {
+                f"{each.name}_latency": getattr(bdev.latencies, each.name) for each in fields(m.Latencies)
+            }
+            named = {"name": bdev.name, "base_bdev_name": bdev.base_names[0], "uuid": str(bdev.uuid)}
+            return {"delay": {**named, **latencies}}
+        if bdev.kind is m.BdevKind.NVME:
+            return self.host.nvme_driver_specific(bdev)
+        lvol = self.stack.lvol(bdev.name)
+        if lvol is not None:
+            return {"lvol": lvol_driver_specific(*lvol)}
         raid = self._model.raid(bdev.name) if bdev.kind is m.BdevKind.RAID0 else None
         return {} if raid is None else {"raid": self._raid_info(raid)}
 
@@ -544,7 +560,7 @@ class RpcMethods:
             name=name,
             block_size_bytes=block_size,
             block_count=num_blocks,
-            uuid=_given(uuid),
+            uuid=given(uuid),
             physical_block_size_bytes=physical_block_size,
         )
 
@@ -561,7 +577,7 @@ class RpcMethods:
         del hints  # Preferred sizes and the like are told to hosts only, and hosts get none.
         _refuse_metadata({"md_size": md_size, "dif_type": dif_type})
         return self._model.create_null(
-            name=name, block_size_bytes=block_size, block_count=num_blocks, uuid=_given(uuid)
+            name=name, block_size_bytes=block_size, block_count=num_blocks, uuid=given(uuid)
         )
 
     def _bdev_aio_create(
@@ -579,7 +595,7 @@ class RpcMethods:
             kind=m.BdevKind.AIO,
             filename=filename,
             block_size_bytes=block_size,
-            uuid=_given(uuid),
+            uuid=given(uuid),
             is_readonly=readonly,
             fallocate=fallocate,
             nowait=nowait,
@@ -594,7 +610,7 @@ class RpcMethods:
                 kind=m.BdevKind.URING,
                 filename=filename,
                 block_size_bytes=block_size,
-                uuid=_given(uuid),
+                uuid=given(uuid),
             )
         except m.SpdkError as error:
             # This method tells no errno in SPDK.
@@ -602,7 +618,7 @@ class RpcMethods:
             raise m.SpdkError(ERROR_INTERNAL, text) from error
 
     def _bdev_config(self) -> Result:
-        calls: list[Result] = []
+        calls: list[Result] = self.host.nvme_config()
         for bdev in self._model.bdevs():
             common = {"name": bdev.name, "block_size": bdev.block_size_bytes}
             if bdev.kind is m.BdevKind.MALLOC:
@@ -635,6 +651,7 @@ class RpcMethods:
                     "nowait": bdev.nowait,
                 }
                 calls.append({"method": "bdev_aio_create", "params": params})
+        calls += stack_config(self.stack, self._model.bdev)
         # After their bases, though a RAID0 would wait for them.
         for raid in self._model.raids():
             params = {
@@ -645,13 +662,17 @@ class RpcMethods:
                 "base_bdevs": list(raid.base_names),
             }
             calls.append({"method": "bdev_raid_create", "params": params})
+        for bdev in self._model.bdevs():
+            if bdev.limits != m.RateLimits():
+                params = {"name": bdev.name, **limits_json(bdev.limits)}
+                calls.append({"method": "bdev_set_qos_limit", "params": params})
         return [*calls, {"method": "bdev_wait_for_examine"}]
 
     # RAID0.
 
     def _raid_methods(self) -> dict[str, Method]:
         return {
-            "bdev_raid_create": _raid(
+            "bdev_raid_create": raid_row(
                 self._bdev_raid_create,
                 {
                     "name": required(p.text),
@@ -662,10 +683,10 @@ class RpcMethods:
                     "superblock": optional(p.boolean),
                 },
             ),
-            "bdev_raid_delete": _raid(
+            "bdev_raid_delete": raid_row(
                 self._bdev_raid_delete, {"name": required(p.text), "clear_sb": optional(p.boolean)}
             ),
-            "bdev_raid_get_bdevs": _raid(
+            "bdev_raid_get_bdevs": raid_row(
                 self._bdev_raid_get_bdevs,
                 {"category": required(p.one_of("all", "online", "configuring", "offline"))},
             ),
@@ -692,7 +713,7 @@ class RpcMethods:
                 errno.EOPNOTSUPP, "superblock: not supported here: create the raid again", prefix=prefix
             )
         self._model.create_raid0(
-            name=name, strip_size_kb=strip_size_kb, base_names=base_bdevs, uuid=_given(uuid)
+            name=name, strip_size_kb=strip_size_kb, base_names=base_bdevs, uuid=given(uuid)
         )
         return True
 
@@ -739,7 +760,7 @@ class RpcMethods:
         nqn = _SUBSYSTEM_NQN
         listen_address = {"listen_address": required(p.nested(_LISTEN_ADDRESS))}
         return {
-            "nvmf_create_transport": _nvmf(
+            "nvmf_create_transport": nvmf(
                 self._nvmf_create_transport,
                 {
                     "trtype": required(p.text),
@@ -760,10 +781,10 @@ class RpcMethods:
                 },
                 is_relaxed=True,
             ),
-            "nvmf_get_transports": _nvmf(
+            "nvmf_get_transports": nvmf(
                 self._nvmf_get_transports, {"trtype": optional(p.text), "tgt_name": optional(p.text)}
             ),
-            "nvmf_create_subsystem": _nvmf(
+            "nvmf_create_subsystem": nvmf(
                 self._nvmf_create_subsystem,
                 {
                     **nqn,
@@ -781,17 +802,17 @@ class RpcMethods:
                     "enable_nssr": optional(p.boolean),
                 },
             ),
-            "nvmf_delete_subsystem": _nvmf(_true_after(self._model.delete_subsystem), nqn),
-            "nvmf_get_subsystems": _nvmf(
+            "nvmf_delete_subsystem": nvmf(true_after(self._model.delete_subsystem), nqn),
+            "nvmf_get_subsystems": nvmf(
                 self._nvmf_get_subsystems, {"nqn": optional(p.text), "tgt_name": optional(p.text)}
             ),
-            "nvmf_subsystem_add_ns": _nvmf(
+            "nvmf_subsystem_add_ns": nvmf(
                 self._nvmf_subsystem_add_ns, {**nqn, "namespace": required(p.nested(_NAMESPACE))}
             ),
-            "nvmf_subsystem_remove_ns": _nvmf(
-                _true_after(self._model.remove_namespace), {**nqn, "nsid": required(p.uint32)}
+            "nvmf_subsystem_remove_ns": nvmf(
+                true_after(self._model.remove_namespace), {**nqn, "nsid": required(p.uint32)}
             ),
-            "nvmf_subsystem_add_listener": _nvmf(
+            "nvmf_subsystem_add_listener": nvmf(
                 self._nvmf_subsystem_add_listener,
                 {
                     **nqn,
@@ -802,11 +823,11 @@ class RpcMethods:
                     "numa_id": optional(p.int32),
                 },
             ),
-            "nvmf_subsystem_remove_listener": _nvmf(
+            "nvmf_subsystem_remove_listener": nvmf(
                 self._nvmf_subsystem_remove_listener, {**nqn, **listen_address}
             ),
-            "nvmf_subsystem_get_listeners": _nvmf(self._nvmf_subsystem_get_listeners, nqn),
-            "nvmf_subsystem_add_host": _nvmf(
+            "nvmf_subsystem_get_listeners": nvmf(self._nvmf_subsystem_get_listeners, nqn),
+            "nvmf_subsystem_add_host": nvmf(
                 self._nvmf_subsystem_add_host,
                 {
                     **nqn,
@@ -817,16 +838,16 @@ class RpcMethods:
                 },
                 is_relaxed=True,
             ),
-            "nvmf_subsystem_remove_host": _nvmf(
+            "nvmf_subsystem_remove_host": nvmf(
                 self._nvmf_subsystem_remove_host,
                 {**nqn, "host": required(p.text), "timeout_ms": optional(p.uint64)},
             ),
-            "nvmf_subsystem_allow_any_host": _nvmf(
+            "nvmf_subsystem_allow_any_host": nvmf(
                 self._nvmf_subsystem_allow_any_host, {**nqn, "allow_any_host": required(p.boolean)}
             ),
-            "nvmf_subsystem_get_controllers": _nvmf(self._nvmf_subsystem_get_controllers, nqn),
-            "nvmf_subsystem_get_qpairs": _nvmf(self._nvmf_subsystem_get_qpairs, nqn),
-            "nvmf_get_stats": _nvmf(self._nvmf_get_stats, {"tgt_name": optional(p.text)}),
+            "nvmf_subsystem_get_controllers": nvmf(self._nvmf_subsystem_get_controllers, nqn),
+            "nvmf_subsystem_get_qpairs": nvmf(self._nvmf_subsystem_get_qpairs, nqn),
+            "nvmf_get_stats": nvmf(self._nvmf_get_stats, {"tgt_name": optional(p.text)}),
         }
 
     def _nvmf_create_transport(
@@ -1028,19 +1049,6 @@ class RpcMethods:
                 }
                 calls.append({"method": "nvmf_subsystem_add_listener", "params": params})
         return calls
-
-
-def _true_after(change: Callable[..., None]) -> Handler:
-    def handler(**arguments: Any) -> Result:
-        change(**arguments)
-        return True
-
-    return handler
-
-
-def _given(uuid: uuid_module.UUID | None) -> uuid_module.UUID | None:
-    """An all-zero UUID asks for a new one, as in SPDK."""
-    return None if uuid == m.NULL_UUID else uuid
 
 
 def _refuse_metadata(options: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spdk_rpc import table
 from spdk_rpc.framing import DuplicateKeys
 
 ARRAY_SIZE_LIMIT = 1024
@@ -155,6 +156,36 @@ def secret(path: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ParamsError(f"{path}: expected a string")
     return value
+
+
+def fields_of(method: str) -> dict[str, Field]:
+    """The parameters of a method as SPDK's table has them."""
+    return {each.name: _field(each) for each in table.methods()[method].params}
+
+
+def _field(param: table.Param) -> Field:
+    decode = secret if param.is_secret else _decoder(param.type)
+    if param.element_count_limit or param.is_set:
+        decode = array_of(decode, size_limit=param.element_count_limit or ARRAY_SIZE_LIMIT)
+    return Field(decode, is_required=param.is_required)
+
+
+def _decoder(kind: str) -> Decoder:
+    if kind in table.enums():
+        return one_of(*table.enums()[kind])
+    if kind in table.objects():
+        return nested({each.name: _field(each) for each in table.objects()[kind]})
+    scalars: dict[str, Decoder] = {
+        "string": text,
+        "boolean": boolean,
+        "uuid": uuid,
+        "uint8": uint8,
+        "uint16": uint16,
+        "uint32": uint32,
+        "uint64": uint64,
+        "int32": int32,
+    }
+    return scalars[kind]
 
 
 def _type_name(value: Any) -> str:

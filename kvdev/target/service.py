@@ -23,11 +23,15 @@ from kvdev.errors import DeadlineError, UsageError
 from kvdev.native.target import (
     BLOCK_SIZE_BYTES_MAX,
     EVENT_COUNT_MAX,
+    HISTOGRAM_BUCKET_COUNT,
+    BdevOp,
     CapsuleEvent,
     ClosedEvent,
     CoreOptions,
     CoreTransport,
+    InjectionType,
     NativeBdev,
+    NativeInjection,
     TargetCore,
 )
 from kvdev.target.controller import (
@@ -45,14 +49,17 @@ from kvdev.target.model import (
     BdevIoStat,
     BdevKind,
     ControllerInfo,
+    Injection,
+    Latencies,
     ListenAddress,
     PollGroupStat,
     QpairInfo,
+    RateLimits,
     Subsystem,
     TargetView,
     Transport,
 )
-from kvdev.units import is_power_of_two
+from kvdev.units import MIB, is_power_of_two
 from kvdev.wire.fabrics import (
     CATTR_DISABLE_SQ_FLOW_CONTROL,
     CONNECT_DATA_BYTES,
@@ -91,6 +98,30 @@ class TargetOptions:
     """Alignment demanded of hosts' data, 0's based dwords; for tests of hosts."""
     populate_memory: bool = False
     """Touch the memory of bdevs when they are made."""
+
+
+_OPERATIONS = {
+    "read": BdevOp.READ,
+    "write": BdevOp.WRITE,
+    "unmap": BdevOp.DEALLOCATE,
+    "flush": BdevOp.FLUSH,
+}
+_INJECTIONS = {
+    "failure": InjectionType.FAILURE,
+    "pending": InjectionType.PENDING,
+    "corrupt_data": InjectionType.CORRUPT,
+    "nomem": InjectionType.NOMEM,
+    "nvme_failure": InjectionType.NVME,
+}
+
+
+def _set_latencies(native: NativeBdev, latencies: Latencies) -> None:
+    native.set_delay(
+        read_ns_avg=latencies.avg_read * 1000,
+        read_ns_p99=latencies.p99_read * 1000,
+        write_ns_avg=latencies.avg_write * 1000,
+        write_ns_p99=latencies.p99_write * 1000,
+    )
 
 
 @dataclass
@@ -257,6 +288,14 @@ class TargetService:
             case BdevKind.RAID0:
                 members = tuple(self._bdevs[handle] for handle in bdev.base_handles)
                 return NativeBdev.raid0(members, strip_size_bytes=bdev.strip_size_bytes)
+            case BdevKind.SPLIT | BdevKind.LVOL:
+                base = self._bdevs[bdev.base_handles[0]]
+                return NativeBdev.linear(base, bdev.extents, is_readonly=bdev.is_readonly)
+            case BdevKind.DELAY | BdevKind.ERROR:
+                native = NativeBdev.filter(self._bdevs[bdev.base_handles[0]])
+                if bdev.latencies is not None:
+                    _set_latencies(native, bdev.latencies)
+                return native
         raise OSError(errno.EINVAL, f"kind: {bdev.kind}")
 
     @staticmethod
@@ -296,6 +335,68 @@ class TargetService:
 
     def reset_iostat(self, handle: int) -> None:
         self._bdevs[handle].reset_stat()
+
+    @property
+    def remote(self) -> None:
+        """This data path is no initiator."""
+        return None
+
+    @property
+    def vhost(self) -> None:
+        """This data path serves no vhost-user sockets."""
+        return None
+
+    def clear_bdev(self, handle: int) -> None:
+        native = self._bdevs[handle]
+        info = native.info()
+        native.deallocate(0, info.block_size_bytes * info.block_count)
+
+    def set_limits(self, handle: int, limits: RateLimits) -> None:
+        with self._lock:
+            self._bdevs[handle].set_limits(
+                rw_ios=limits.rw_ios_per_sec,
+                rw_bytes=limits.rw_mbytes_per_sec * MIB,
+                read_bytes=limits.r_mbytes_per_sec * MIB,
+                write_bytes=limits.w_mbytes_per_sec * MIB,
+            )
+            # Handles count up, and what a device stands on was opened before it.
+            for each in sorted(self._bdevs):
+                native = self._bdevs[each]
+                native.set_held(any(member.is_held for member in native.members))
+        self._core.release()
+
+    def set_latencies(self, handle: int, latencies: Latencies) -> None:
+        _set_latencies(self._bdevs[handle], latencies)
+
+    def inject(self, handle: int, operation: str, injection: Injection) -> None:
+        self._bdevs[handle].inject(
+            _OPERATIONS[operation],
+            NativeInjection(
+                type=_INJECTIONS[injection.error_type],
+                count=injection.count,
+                queue_depth=injection.queue_depth,
+                corrupt_offset=injection.corrupt_offset,
+                corrupt_value=injection.corrupt_value,
+                sct=injection.sct,
+                sc=injection.sc,
+            ),
+        )
+
+    def resume_pending(self, handle: int) -> None:
+        self._bdevs[handle].resume()
+        self._core.release()
+
+    def start_histogram(self, handle: int, operation: str | None) -> None:
+        self._bdevs[handle].start_histogram(None if operation is None else _OPERATIONS[operation])
+
+    def stop_histogram(self, handle: int) -> None:
+        self._bdevs[handle].stop_histogram()
+
+    def histogram(self, handle: int) -> list[int]:
+        try:
+            return self._bdevs[handle].histogram()
+        except OSError:
+            return [0] * HISTOGRAM_BUCKET_COUNT
 
     def bdev(self, handle: int) -> NativeBdev:
         """The core's device behind a handle; for tests and for tools in this process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from kvdev.target.model import (
     is_valid_nqn,
 )
 from kvdev.target.rpc_methods import RpcMethods
-from kvdev.testing.target_backend import MemoryBackend
+from kvdev.testing.target_backend import MemoryBackend, MemoryFabric
 from spdk_rpc.framing import encode_value
 
 NQN = "nqn.2016-06.io.spdk:cnode1"
@@ -467,13 +468,35 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "trtype": st.just("TCP"),
     "nsid": st.integers(1, 3),
     "allow_any_host": st.booleans(),
+    "base_bdev": NAMES,
+    "base_bdev_name": NAMES,
+    "base_name": NAMES,
+    "bdev_name": NAMES,
+    "lvs_name": st.just("S"),
+    "lvol_name": st.sampled_from(["x", "y"]),
+    "cluster_sz": st.just(4096),
+    "size_in_mib": st.just(1),
+    "split_count": st.integers(1, 3),
+    "avg_read_latency": st.just(1),
+    "p99_read_latency": st.just(1),
+    "avg_write_latency": st.just(1),
+    "p99_write_latency": st.just(1),
+    "ctrlr": st.sampled_from(["v", "w"]),
+    "dev_name": NAMES,
+    "old_name": st.sampled_from(["S", "S/x"]),
+    "new_name": st.sampled_from(["S", "x"]),
+    "traddr": st.just("127.0.0.1"),
+    "trsvcid": st.just("4420"),
+    "subnqn": st.just(NQN),
+    "new_size": st.integers(0, 1),
     "namespace": st.fixed_dictionaries({"bdev_name": NAMES}, optional={"nsid": st.integers(0, 3)}),
     "listen_address": st.just({"trtype": "tcp", "traddr": "127.0.0.1", "trsvcid": "0"}),
 }
 CHANGES = [
     name
     for name in METHODS
-    if name.endswith(("create", "delete")) or name.startswith(("nvmf_create", "nvmf_sub"))
+    if name.endswith(("create", "delete"))
+    or name.startswith(("nvmf_create", "nvmf_sub", "bdev_lvol", "vhost_", "bdev_null_resize"))
 ]
 
 
@@ -488,7 +511,7 @@ def calls(draw: st.DrawFn) -> tuple[str, Any]:
         return method, draw(UNTRUSTED)
     params = {}
     for name, field in METHODS[method].items():
-        if field.is_required or is_bad or name in ("name", "strip_size_kb"):
+        if field.is_required or is_bad or name in ("name", "strip_size_kb", "lvs_name", "cluster_sz"):
             params[name] = draw(UNTRUSTED if is_bad and draw(st.booleans()) else GOOD.get(name, UNTRUSTED))
     if params.get("timeout"):
         params["timeout"] = 0
@@ -497,13 +520,18 @@ def calls(draw: st.DrawFn) -> tuple[str, Any]:
 
 @given(st.lists(calls(), max_size=25))
 def test_untrusted_calls_raise_only_refusals_and_keep_the_invariants(sequence: list[tuple[str, Any]]) -> None:
-    backend = MemoryBackend(memory_limit_bytes=1 << 20)
+    with tempfile.TemporaryDirectory() as folder:
+        run_untrusted(sequence, folder)
+
+
+def run_untrusted(sequence: list[tuple[str, Any]], folder: str) -> None:
+    backend = MemoryBackend(memory_limit_bytes=1 << 23, fabric=MemoryFabric(), vhost_folder=folder)
     model = TargetModel(backend)
     methods = RpcMethods(model)
 
     async def run_all() -> None:
         for name in "AB":
-            await call(methods, "bdev_malloc_create", name=name, num_blocks=64, block_size=512)
+            await call(methods, "bdev_malloc_create", name=name, num_blocks=8192, block_size=512)
         await call(methods, "nvmf_create_transport", trtype="TCP")
         await call(methods, "nvmf_create_subsystem", nqn=NQN)
         for method, params in sequence:
@@ -511,7 +539,7 @@ def test_untrusted_calls_raise_only_refusals_and_keep_the_invariants(sequence: l
                 encode_value(await methods.call(method, params))
             except SpdkError as error:
                 encode_value([error.code, error.message])
-            check_invariants(model, backend)
+            check_invariants(methods, model, backend)
 
     try:
         asyncio.run(run_all())
@@ -519,12 +547,24 @@ def test_untrusted_calls_raise_only_refusals_and_keep_the_invariants(sequence: l
         backend.stop(timeout_s=1)
 
 
-def check_invariants(model: TargetModel, backend: MemoryBackend) -> None:
+def check_invariants(methods: RpcMethods, model: TargetModel, backend: MemoryBackend) -> None:
     """Claims, raids, namespaces and listeners agree with each other and with the backend."""
     names = {bdev.name for bdev in model.bdevs()}
     assert {bdev.handle for bdev in model.bdevs()} == backend.open_bdevs.keys()
     claimed = [entry.bdev_name for each in model.subsystems() for entry in each.namespaces.values()]
     claimed += [name for raid in model.raids() for name in raid.discovered]
+    stacked = [bdev for bdev in model.bdevs() if bdev.kind in (BdevKind.DELAY, BdevKind.ERROR)]
+    claimed += [bdev.base_names[0] for bdev in stacked]
+    claimed += {bdev.base_names[0] for bdev in model.bdevs() if bdev.kind is BdevKind.SPLIT}
+    stores = methods.stack.stores()
+    claimed += [store.base_name for store in stores]
+    lvols = {str(lvol.uuid) for store in stores for lvol in store.lvols.values()}
+    assert lvols == {bdev.name for bdev in model.bdevs() if bdev.kind is BdevKind.LVOL}
+    for store in stores:
+        used = [cluster for lvol in store.lvols.values() for cluster in lvol.clusters]
+        assert len(used) == len(set(used)) and len(used) + store.free_cluster_count == store.cluster_count
+    for vhost in methods.host.vhost.controllers.values():
+        assert vhost.bdev_name is None or vhost.bdev_name in names
     assert len(claimed) == len(set(claimed)) and set(claimed) <= names
     assert {name for name in names if model.is_claimed(name)} == set(claimed)
     assert {raid.name for raid in model.raids() if raid.state == "online"} == {
