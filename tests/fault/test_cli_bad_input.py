@@ -247,7 +247,7 @@ def test_namespace_names_are_checked(members: list[Path], capsys: pytest.Capture
     refused(capsys, 2, ["namespace", "create", volume, *TINY], "append #NAME")
     for command in (["namespace", "show"], ["page", "ls"], ["page", "verify"]):
         refused(capsys, 2, [*command, f"{volume}#other"], "'other'", "kv")
-    refused(capsys, 2, ["namespace", "delete", f"{volume}#kv"], "'kv'")
+    refused(capsys, 2, ["namespace", "delete", f"{volume}#kv"], "--yes kv", "got no --yes")
     refused(capsys, 2, ["namespace", "delete", f"{volume}#kv", "--yes", "other"], "'other'")
     refused(capsys, 2, ["replay", f"{volume}#kv", "--geometry", "small"], "geometry", "model_id")
 
