@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
@@ -108,6 +109,9 @@ class Arena:
         # Free runs as (offset, size), ascending, never touching each other; bounded by the number of leases + 1.
         self._free: list[tuple[int, int]] = [(0, mapping.size_bytes)]
         self._lease_count = 0
+        # Memory that something outside may still write to, and released runs of it that wait for that to end.
+        self._holds: list[tuple[int, int, Callable[[], bool]]] = []
+        self._parked: list[tuple[int, int]] = []
 
     @property
     def fd(self) -> int:
@@ -128,9 +132,28 @@ class Arena:
     def is_closed(self) -> bool:
         return self._mapping is None
 
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """All of the memory; it stays mapped while the array lives. For those who share it with another process."""
+        return self._open_mapping().bytes()
+
+    def hold(self, address: int, size_bytes: int, is_over: Callable[[], bool]) -> None:
+        """Lease these bytes to nobody, once released, before ``is_over`` is true: a device that died may still write
+        to them. ``is_over`` must not block."""
+        start = address - self.address
+        with self._lock:
+            self._holds.append((start, start + size_bytes, is_over))
+
+    @property
+    def held_bytes(self) -> int:
+        """Released, but not yet free because of a ``hold``."""
+        with self._lock:
+            self._unpark()
+            return sum(size for _, size in self._parked)
+
     @property
     def free_bytes(self) -> int:
         with self._lock:
+            self._unpark()
             return sum(size for _, size in self._free)
 
     @property
@@ -156,13 +179,17 @@ class Arena:
             )
         with self._lock:
             mapping = self._open_mapping()
+            self._unpark()
             offset = self._take(want)
             if offset is None:
                 free = sum(size for _, size in self._free)
                 largest = max((size for _, size in self._free), default=0)
+                held = sum(size for _, size in self._parked)
+                waits = f", {format_size(held)} held until a dead device's process ends" if held else ""
                 raise CapacityError(
                     f"staging lease: no run of {wanted} is free: {format_size(free)} of "
-                    f"{format_size(self.size_bytes)} free, largest run {format_size(largest)}; release a lease first"
+                    f"{format_size(self.size_bytes)} free, largest run {format_size(largest)}{waits}; "
+                    f"release a lease first"
                 )
             lease = Lease(self, mapping, offset, page_count, page_size_bytes)
             self._lease_count += 1
@@ -196,15 +223,29 @@ class Arena:
             lease._mapping = None
             lease._array = np.empty((0, 0), np.uint8)
             self._lease_count -= 1
-            start, size = lease.offset, lease.page_count * lease.page_stride_bytes
-            index = bisect.bisect(self._free, (start, 0))
-            if index < len(self._free) and self._free[index][0] == start + size:
-                size += self._free.pop(index)[1]
-            if index > 0 and sum(self._free[index - 1]) == start:
-                index -= 1
-                before = self._free.pop(index)
-                start, size = before[0], before[1] + size
-            self._free.insert(index, (start, size))
+            self._parked.append((lease.offset, lease.page_count * lease.page_stride_bytes))
+            self._unpark()
+
+    def _unpark(self) -> None:
+        """Free the released runs that nobody writes to any more."""
+        if self._holds:
+            self._holds = [hold for hold in self._holds if not hold[2]()]
+        parked, self._parked = self._parked, []
+        for start, size in parked:
+            if any(first < start + size and start < end for first, end, _ in self._holds):
+                self._parked.append((start, size))
+            else:
+                self._free_run(start, size)
+
+    def _free_run(self, start: int, size: int) -> None:
+        index = bisect.bisect(self._free, (start, 0))
+        if index < len(self._free) and self._free[index][0] == start + size:
+            size += self._free.pop(index)[1]
+        if index > 0 and sum(self._free[index - 1]) == start:
+            index -= 1
+            before = self._free.pop(index)
+            start, size = before[0], before[1] + size
+        self._free.insert(index, (start, size))
 
     def __enter__(self) -> Arena:
         self._open_mapping()

@@ -6,7 +6,9 @@ Threads: any; ``map_memory`` blocks while the kernel clears the pages (about 0.1
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import weakref
 from pathlib import Path
@@ -32,7 +34,10 @@ MEMORY_RESERVE_BYTES = 128 * MIB
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-_MFD_CLOEXEC, _MFD_HUGETLB, _MFD_HUGE_2MB = 0x1, 0x4, 21 << 26
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB, _MFD_HUGE_2MB = 0x1, 0x2, 0x4, 21 << 26
+_F_ADD_SEALS = 1033
+_SEAL_SIZE = 0x1 | 0x2 | 0x4
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: nobody who is given the descriptor can cut the memory under us."""
 _MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -169,7 +174,9 @@ def _map_hugetlb(size_bytes: int) -> Mapping | None:
     if free_pages * HUGE_PAGE_SIZE_BYTES < size_bytes or _meminfo("Hugepagesize") != HUGE_PAGE_SIZE_BYTES:
         return None
     try:
-        fd = os.memfd_create("kvdev-staging", _MFD_CLOEXEC | _MFD_HUGETLB | _MFD_HUGE_2MB)
+        fd = os.memfd_create(
+            "kvdev-staging", _MFD_CLOEXEC | _MFD_ALLOW_SEALING | _MFD_HUGETLB | _MFD_HUGE_2MB
+        )
     except OSError:
         return None
     try:
@@ -179,25 +186,32 @@ def _map_hugetlb(size_bytes: int) -> Mapping | None:
     except OSError:
         os.close(fd)
         return None
+    _seal(fd)
     mapping = Mapping(address, size_bytes, fd, BACKING_HUGETLB)
     _populate(mapping)
     return mapping
 
 
 def _map_memfd(size_bytes: int, *, advice: int | None) -> Mapping:
-    fd = os.memfd_create("kvdev-staging", _MFD_CLOEXEC)
+    fd = os.memfd_create("kvdev-staging", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
         address = _mmap_aligned(size_bytes, fd)
     except OSError as error:
         os.close(fd)
         raise _map_error(size_bytes, error) from error
+    _seal(fd)
     mapping = Mapping(address, size_bytes, fd, BACKING_SMALL)
     if advice is not None:
         _libc.madvise(address, size_bytes, advice)
     _populate(mapping)
     mapping.backing = _measured_backing(mapping)
     return mapping
+
+
+def _seal(fd: int) -> None:
+    with contextlib.suppress(OSError):  # hugetlb before Linux 4.16 has no seals
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)
 
 
 def _map_anonymous(size_bytes: int) -> Mapping:
