@@ -29,6 +29,7 @@ from kvdev.errors import (
 from kvdev.native.io import (
     IO_DONE_DTYPE,
     IO_DTYPE,
+    IO_MAY_COPY,
     OPCODE_COMPARE,
     OPCODE_DSM,
     OPCODE_FLUSH,
@@ -329,7 +330,9 @@ def read_blocks(
 ) -> npt.NDArray[np.uint8]:
     """Bytes of ``block_count`` blocks from ``slba``, in a new aligned buffer."""
     buffer = aligned_buffer(block_count * device.block_size_bytes)
-    execute(device, transfer_ios(device, OPCODE_READ, slba, address_of(buffer), buffer.nbytes), deadline)
+    ios = transfer_ios(device, OPCODE_READ, slba, address_of(buffer), buffer.nbytes)
+    ios["flags"] = IO_MAY_COPY
+    execute(device, ios, deadline)
     return buffer
 
 
@@ -343,7 +346,9 @@ def write_blocks(
             f"{device.uri}: write: expected contiguous whole blocks of {device.block_size_bytes} bytes, "
             f"got {buffer.nbytes}"
         )
-    execute(device, transfer_ios(device, OPCODE_WRITE, slba, address_of(buffer), buffer.nbytes), deadline)
+    ios = transfer_ios(device, OPCODE_WRITE, slba, address_of(buffer), buffer.nbytes)
+    ios["flags"] = IO_MAY_COPY
+    execute(device, ios, deadline)
 
 
 def flush(device: BlockDevice, deadline: Deadline) -> None:

@@ -18,7 +18,7 @@ struct kvdev_io {              /* one command on one device */
     uint32_t byte_count;       /* payload bytes: lba_count times the block size for read and write */
     uint32_t device_index;     /* handle in the queue's device table */
     uint8_t opcode;            /* NVM command set opcode: 0 flush, 1 write, 2 read, 8 write zeroes, 9 dsm */
-    uint8_t flags;             /* KVDEV_IO_FUA, KVDEV_IO_DEALLOCATE */
+    uint8_t flags;             /* KVDEV_IO_FUA, KVDEV_IO_DEALLOCATE, KVDEV_IO_MAY_COPY */
     uint8_t priority;          /* 0 is served first */
     uint8_t reserved[17];
 };
@@ -51,6 +51,7 @@ struct kvdev_io_group {        /* commands that complete together: the pieces of
 
 #define KVDEV_IO_FUA 0x01
 #define KVDEV_IO_DEALLOCATE 0x02
+#define KVDEV_IO_MAY_COPY 0x04 /* payload outside memory that the device shares may be copied on the way: metadata */
 #define KVDEV_GROUP_CRC32C 0x01
 
 size_t kvdev_io_size(void);

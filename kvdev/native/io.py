@@ -80,6 +80,8 @@ OPCODE_DSM = 0x09
 
 IO_FUA = 0x01
 IO_DEALLOCATE = 0x02
+IO_MAY_COPY = 0x04
+"""The payload may be copied on its way when it lies outside memory that the device shares: metadata."""
 GROUP_CRC32C = 0x01
 
 

@@ -190,7 +190,9 @@ def _check_pages(
     for start in range(0, len(entries), batch_count):
         batch = entries[start : start + batch_count]
         grants = grants_of(batch)
-        result = namespace.page_io.read(grants, places[: len(batch)], deadline=Deadline.after(timeout_s))
+        result = namespace.page_io.read(
+            grants, places[: len(batch)], deadline=Deadline.after(timeout_s), may_copy=True
+        )
         keys: npt.NDArray[np.uint8] = np.ascontiguousarray(batch["key"])
         is_right = namespace.verify(keys, grants, result.crc32c)
         is_read = result.error == 0

@@ -451,6 +451,7 @@ class KvNamespace:
             counts,
             np.uint64(address_of(self._index.table.image)) + first * block_bytes,
             deadline=deadline,
+            may_copy=True,
         )
         failure = result.first_error(self._io.device.uri)
         if failure is not None:

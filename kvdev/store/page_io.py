@@ -62,10 +62,21 @@ class PageIo:
         self._tail_bytes = page_size_bytes % io.block_size_bytes
 
     def read(
-        self, grants: GrantArray, addresses: Uint64Array, *, deadline: Deadline, wants_crc: bool = True
+        self,
+        grants: GrantArray,
+        addresses: Uint64Array,
+        *,
+        deadline: Deadline,
+        wants_crc: bool = True,
+        may_copy: bool = False,
     ) -> PageResult:
-        """Read each grant's page to its address; the bytes at a failed page's address are undefined."""
-        return self._run(OPCODE_READ, grants, addresses, deadline=deadline, wants_crc=wants_crc)
+        """Read each grant's page to its address; the bytes at a failed page's address are undefined.
+
+        ``may_copy`` is for checks that read into memory no device shares.
+        """
+        return self._run(
+            OPCODE_READ, grants, addresses, deadline=deadline, wants_crc=wants_crc, may_copy=may_copy
+        )
 
     def write(
         self, grants: GrantArray, addresses: Uint64Array, *, deadline: Deadline, wants_crc: bool = True
@@ -81,6 +92,7 @@ class PageIo:
         *,
         deadline: Deadline,
         wants_crc: bool,
+        may_copy: bool = False,
     ) -> PageResult:
         if len(grants) != len(addresses):
             raise UsageError(f"pages: expected one per grant, got {len(addresses)} for {len(grants)} grants")
@@ -88,7 +100,9 @@ class PageIo:
             raise UsageError(f"grants: slot_index: expected less than {self._slot_count}")
         slba = self._data_slba + grants["slot_index"].astype(np.uint64) * self._slot_blocks
         if self._tail_bytes:
-            return self._run_with_tails(opcode, slba, addresses, deadline=deadline, wants_crc=wants_crc)
+            return self._run_with_tails(
+                opcode, slba, addresses, deadline=deadline, wants_crc=wants_crc, may_copy=may_copy
+            )
         result = self._io.run(
             opcode,
             slba,
@@ -96,11 +110,19 @@ class PageIo:
             addresses,
             deadline=deadline,
             crc_bytes=self.page_size_bytes if wants_crc else 0,
+            may_copy=may_copy,
         )
         return self._page_result(result, result.groups["crc32c"].copy())
 
     def _run_with_tails(
-        self, opcode: int, slba: Uint64Array, addresses: Uint64Array, *, deadline: Deadline, wants_crc: bool
+        self,
+        opcode: int,
+        slba: Uint64Array,
+        addresses: Uint64Array,
+        *,
+        deadline: Deadline,
+        wants_crc: bool,
+        may_copy: bool,
     ) -> PageResult:
         """Pages that end within a block: that block goes through a buffer, so no byte past a page is touched.
 
@@ -127,7 +149,12 @@ class PageIo:
             places = np.stack([addresses[part], tail_addresses], axis=1).reshape(-1)
             has_blocks = counts > 0
             result = self._io.run(
-                opcode, starts[has_blocks], counts[has_blocks], places[has_blocks], deadline=deadline
+                opcode,
+                starts[has_blocks],
+                counts[has_blocks],
+                places[has_blocks],
+                deadline=deadline,
+                may_copy=np.tile(np.array([may_copy, True]), count)[has_blocks],
             )
             if opcode == OPCODE_READ:
                 copy_many(page_tails, tail_addresses, self._tail_bytes)

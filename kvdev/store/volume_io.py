@@ -19,6 +19,7 @@ from kvdev.native.io import (
     GROUP_CRC32C,
     IO_DTYPE,
     IO_GROUP_DTYPE,
+    IO_MAY_COPY,
     OPCODE_READ,
     OPCODE_WRITE,
     IoGroupArray,
@@ -108,10 +109,13 @@ class VolumeIo:
         *,
         deadline: Deadline,
         crc_bytes: int = 0,
+        may_copy: bool | npt.NDArray[np.bool_] = False,
     ) -> ExtentResult:
         """Move extents to or from memory; returns when all have completed, failed ones included.
 
         With ``crc_bytes`` the core computes each extent's CRC32C over that many bytes at its address.
+        ``may_copy``, of all extents or of each: a device that shares memory may copy those that lie outside
+        it, where it would refuse others. For metadata, never for pages.
         """
         extent_index, piece_slba, piece_blocks, counts = split_extents(slba, block_count, self.unit_blocks)
         groups = np.zeros(len(slba), dtype=IO_GROUP_DTYPE)
@@ -122,6 +126,7 @@ class VolumeIo:
             groups["flags"] = GROUP_CRC32C
         ios = np.zeros(len(extent_index), dtype=IO_DTYPE)
         ios["opcode"] = opcode
+        ios["flags"] = np.broadcast_to(may_copy, len(slba))[extent_index] * np.uint8(IO_MAY_COPY)
         offset = (piece_slba - slba[extent_index]) * np.uint64(self.block_size_bytes)
         ios["buf_addr"] = address[extent_index] + offset
         ios["group_addr"] = np.uint64(address_of(groups)) + extent_index.astype(np.uint64) * np.uint64(
@@ -185,6 +190,7 @@ class VolumeIo:
             sizes // block,
             np.uint64(address_of(buffer)) + offsets,
             deadline=deadline,
+            may_copy=True,
         )
         failure = result.first_error(self.device.uri)
         if failure is not None:
