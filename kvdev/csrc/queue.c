@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "crc32c.h"
+#include "queue_device.h"
 
 #define NODE_NONE 0xffffffffu
 #define QPAIR_NONE 0xffffu
@@ -67,7 +68,7 @@ struct list {
 
 struct device;
 
-/* What a kind of device does; NVMe/TCP namespaces now. */
+/* What a kind of device does: NVMe/TCP namespaces, and those with a driver of their own. */
 struct device_ops {
     /* Reason to refuse a command, KVDEV_REFUSED_NONE if there is none. */
     uint32_t (*check)(const struct device *device, const struct kvdev_io *io);
@@ -80,6 +81,9 @@ struct device_ops {
 struct device {
     const struct device_ops *ops; /* NULL: the entry is free */
     struct kvdev_queue_namespace ns;
+    const struct kvdev_queue_driver *driver; /* NULL for a namespace */
+    void *object;                 /* the driver's */
+    int is_blocked;               /* of a driver's device, like a path's */
     struct list pending[KVDEV_QUEUE_PRIORITY_COUNT];
     uint8_t is_active[KVDEV_QUEUE_PRIORITY_COUNT];
 };
@@ -110,6 +114,8 @@ struct kvdev_queue {
     uint32_t path_count;          /* entries ever used: the loops' bound */
     struct path paths[KVDEV_QUEUE_QPAIRS_MAX];
     struct device devices[KVDEV_QUEUE_DEVICES_MAX];
+    uint32_t driven_count;        /* devices that have a driver */
+    uint16_t driven[KVDEV_QUEUE_DEVICES_MAX];
     struct rotation rotations[KVDEV_QUEUE_PRIORITY_COUNT];
     struct passthrough passthroughs[KVDEV_QUEUE_PASSTHROUGH_MAX];
     size_t refused_index;
@@ -376,6 +382,45 @@ static int namespace_is_alive(const struct kvdev_queue *q, const struct device *
 
 static const struct device_ops namespace_ops = { namespace_check, namespace_start, namespace_is_alive };
 
+/* ---- devices with a driver ---- */
+
+static void on_driver_done(void *owner, uint64_t cookie, int error, uint16_t status, uint64_t send_ns, uint64_t at_ns)
+{
+    struct kvdev_queue *q = owner;
+    uint32_t index = (uint32_t)cookie;
+    struct node *node = &q->nodes[index];
+    node->send_ns = send_ns;
+    node->complete_ns = at_ns;
+    node->qpair_index = QPAIR_NONE;
+    q->stats.in_flight_count--;
+    node_done(q, index, error, status, 0);
+}
+
+static uint32_t driven_check(const struct device *device, const struct kvdev_io *io)
+{
+    return device->driver->check(device->object, io);
+}
+
+static int driven_start(struct kvdev_queue *q, struct device *device, uint32_t index, uint64_t now)
+{
+    struct node *node = &q->nodes[index];
+    if (device->is_blocked)
+        return -EAGAIN;
+    uint64_t deadline = node->deadline_ns ? node->deadline_ns : add_ns(now, q->options.command_timeout_ns);
+    int error = device->driver->start(device->object, &node->io, index, deadline, now);
+    if (error == -EAGAIN)
+        device->is_blocked = 1;
+    return error;
+}
+
+static int driven_is_alive(const struct kvdev_queue *q, const struct device *device)
+{
+    (void)q;
+    return device->driver->is_alive(device->object);
+}
+
+static const struct device_ops driven_ops = { driven_check, driven_start, driven_is_alive };
+
 /* ---- dispatch ---- */
 
 static void device_activate(struct kvdev_queue *q, uint32_t device_index, uint32_t priority)
@@ -416,6 +461,8 @@ static void dispatch(struct kvdev_queue *q, uint64_t now)
         return;
     for (uint32_t i = 0; i < q->path_count; i++)
         q->paths[i].is_blocked = 0;
+    for (uint32_t i = 0; i < q->driven_count; i++)
+        q->devices[q->driven[i]].is_blocked = 0;
     for (uint32_t priority = 0; priority < KVDEV_QUEUE_PRIORITY_COUNT; priority++) {
         struct rotation *rotation = &q->rotations[priority];
         uint32_t waiting = 0;
@@ -487,6 +534,10 @@ void kvdev_queue_destroy(struct kvdev_queue *q)
     for (uint32_t i = 0; i < q->path_count; i++)
         if (q->paths[i].qp)
             path_drop(q, i);
+    for (uint32_t i = 0; i < q->driven_count; i++) {
+        const struct device *device = &q->devices[q->driven[i]];
+        device->driver->detach(device->object);
+    }
     free(q->nodes);
     free(q);
 }
@@ -560,22 +611,79 @@ static int namespace_is_valid(const struct kvdev_queue *q, const struct kvdev_qu
     return 1;
 }
 
+/* Index of a free entry, with nothing pending; KVDEV_QUEUE_DEVICES_MAX when the table is full. */
+static uint32_t device_take(struct kvdev_queue *q, const struct device_ops *ops)
+{
+    for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++) {
+        struct device *device = &q->devices[i];
+        if (device->ops)
+            continue;
+        device->ops = ops;
+        for (uint32_t priority = 0; priority < KVDEV_QUEUE_PRIORITY_COUNT; priority++)
+            device->pending[priority] = (struct list){ NODE_NONE, NODE_NONE };
+        return i;
+    }
+    return KVDEV_QUEUE_DEVICES_MAX;
+}
+
 int kvdev_queue_namespace_add(struct kvdev_queue *q, const struct kvdev_queue_namespace *ns, uint32_t *ret)
 {
     if (enter(q))
         return -EBUSY;
-    int error = namespace_is_valid(q, ns) ? -ENOSPC : -EINVAL;
-    for (uint32_t i = 0; error == -ENOSPC && i < KVDEV_QUEUE_DEVICES_MAX; i++) {
-        struct device *device = &q->devices[i];
-        if (device->ops)
-            continue;
-        device->ops = &namespace_ops;
-        device->ns = *ns;
-        for (uint32_t priority = 0; priority < KVDEV_QUEUE_PRIORITY_COUNT; priority++)
-            device->pending[priority] = (struct list){ NODE_NONE, NODE_NONE };
-        *ret = i;
-        error = 0;
+    int error = namespace_is_valid(q, ns) ? 0 : -EINVAL;
+    if (!error) {
+        uint32_t index = device_take(q, &namespace_ops);
+        if (index < KVDEV_QUEUE_DEVICES_MAX) {
+            q->devices[index].ns = *ns;
+            q->devices[index].driver = NULL;
+            *ret = index;
+        } else {
+            error = -ENOSPC;
+        }
     }
+    leave(q);
+    return error;
+}
+
+int kvdev_queue_device_add(struct kvdev_queue *q, const struct kvdev_queue_driver *driver, void *object, uint32_t *ret)
+{
+    if (enter(q))
+        return -EBUSY;
+    int error = driver->attach(object, on_driver_done, q);
+    if (!error) {
+        uint32_t index = device_take(q, &driven_ops);
+        if (index < KVDEV_QUEUE_DEVICES_MAX) {
+            q->devices[index].driver = driver;
+            q->devices[index].object = object;
+            q->driven[q->driven_count++] = (uint16_t)index;
+            *ret = index;
+        } else {
+            driver->detach(object);
+            error = -ENOSPC;
+        }
+    }
+    leave(q);
+    return error;
+}
+
+static int driver_swap(struct kvdev_queue *q, struct device *device, void *object)
+{
+    int error = device->driver->attach(object, on_driver_done, q);
+    if (error)
+        return error;
+    device->driver->detach(device->object);
+    device->object = object;
+    return 0;
+}
+
+int kvdev_queue_device_replace(struct kvdev_queue *q, uint32_t device_index, void *object)
+{
+    if (device_index >= KVDEV_QUEUE_DEVICES_MAX || q->devices[device_index].ops != &driven_ops)
+        return -EINVAL;
+    if (enter(q))
+        return -EBUSY;
+    struct device *device = &q->devices[device_index];
+    int error = driver_swap(q, device, object);
     leave(q);
     return error;
 }
@@ -590,6 +698,17 @@ static void device_cancel_pending(struct kvdev_queue *q, struct device *device, 
     }
 }
 
+static void driver_drop(struct kvdev_queue *q, uint32_t device_index)
+{
+    struct device *device = &q->devices[device_index];
+    device->driver->detach(device->object);
+    device->driver = NULL;
+    device->object = NULL;
+    for (uint32_t i = 0; i < q->driven_count; i++)
+        if (q->driven[i] == device_index)
+            q->driven[i] = q->driven[--q->driven_count];
+}
+
 int kvdev_queue_device_remove(struct kvdev_queue *q, uint32_t device_index)
 {
     if (device_index >= KVDEV_QUEUE_DEVICES_MAX || !q->devices[device_index].ops)
@@ -597,6 +716,8 @@ int kvdev_queue_device_remove(struct kvdev_queue *q, uint32_t device_index)
     if (enter(q))
         return -EBUSY;
     device_cancel_pending(q, &q->devices[device_index], -ECANCELED);
+    if (q->devices[device_index].driver)
+        driver_drop(q, device_index);
     q->devices[device_index].ops = NULL;
     q->devices[device_index].ns.qpair_count = 0;
     leave(q);
@@ -620,6 +741,11 @@ int kvdev_queue_abandon(struct kvdev_queue *q)
     for (uint32_t i = 0; i < q->path_count; i++)
         if (q->paths[i].qp && kvdev_qpair_outstanding(q->paths[i].qp))
             kvdev_qpair_kill(q->paths[i].qp, KVDEV_FAULT_LOCAL, -ENOTCONN, "given up");
+    for (uint32_t i = 0; i < q->driven_count; i++) {
+        const struct device *device = &q->devices[q->driven[i]];
+        if (device->driver->outstanding(device->object))
+            device->driver->give_up(device->object, -ENOTCONN);
+    }
     leave(q);
     return 0;
 }
@@ -710,7 +836,28 @@ static size_t deliver(struct kvdev_queue *q, struct kvdev_io_done *done, size_t 
     return count;
 }
 
-/* One turn over the queue pairs; 1 if any byte moved. */
+/* The same turn over the devices that have a driver. */
+static int turn_driven(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
+{
+    int has_moved = 0;
+    for (uint32_t i = 0; i < q->driven_count; i++) {
+        const struct device *device = &q->devices[q->driven[i]];
+        if (!device->driver->outstanding(device->object))
+            continue;
+        has_moved |= device->driver->send(device->object);
+        if (device->driver->receive(device->object, now)) {
+            has_moved = 1;
+            dispatch(q, now);
+            device->driver->send(device->object);
+        }
+        uint64_t deadline = device->driver->deadlines(device->object, now);
+        if (deadline < *next_deadline_ns)
+            *next_deadline_ns = deadline;
+    }
+    return has_moved;
+}
+
+/* One turn over queue pairs and devices; 1 if anything moved. */
 static int turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
 {
     int has_moved = 0;
@@ -736,13 +883,13 @@ static int turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
         if (deadline < *next_deadline_ns)
             *next_deadline_ns = deadline;
     }
-    return has_moved;
+    return has_moved | turn_driven(q, now, next_deadline_ns);
 }
 
-/* Sleeps until a socket has something, or until_ns. 1 when a signal came. */
+/* Sleeps until a socket or a device has something, or until_ns. 1 when a signal came. */
 static int sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
 {
-    struct pollfd fds[KVDEV_QUEUE_QPAIRS_MAX];
+    struct pollfd fds[KVDEV_QUEUE_QPAIRS_MAX + KVDEV_QUEUE_DEVICES_MAX * KVDEV_QUEUE_DRIVER_FDS_MAX];
     nfds_t n = 0;
     for (uint32_t i = 0; i < q->path_count; i++) {
         if (!q->paths[i].qp)
@@ -752,6 +899,15 @@ static int sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
         if (fd < 0 || !kvdev_qpair_outstanding(q->paths[i].qp))
             continue;
         fds[n++] = (struct pollfd){ .fd = fd, .events = events };
+    }
+    for (uint32_t i = 0; i < q->driven_count; i++) {
+        const struct device *device = &q->devices[q->driven[i]];
+        if (!device->driver->outstanding(device->object))
+            continue;
+        int count = device->driver->wait(device->object, fds + n);
+        if (count < 0)
+            return 0;
+        n += (nfds_t)count;
     }
     uint64_t left = until_ns > now ? until_ns - now : 0;
     struct timespec ts = { .tv_sec = (time_t)(left / NS_PER_S), .tv_nsec = (long)(left % NS_PER_S) };
@@ -843,7 +999,7 @@ int kvdev_queue_poll(struct kvdev_queue *q, struct kvdev_io_done *done, size_t m
 static int passthrough_add(struct kvdev_queue *q, uint32_t device_index, uint64_t tag, const uint8_t *sqe, void *data,
                            uint32_t len, uint32_t direction, struct passthrough **ret, uint64_t deadline_ns)
 {
-    if (device_index >= KVDEV_QUEUE_DEVICES_MAX || !q->devices[device_index].ops || len & 3 ||
+    if (device_index >= KVDEV_QUEUE_DEVICES_MAX || q->devices[device_index].ops != &namespace_ops || len & 3 ||
         direction > KVDEV_DIR_H2C || (direction == KVDEV_DIR_NONE) != (len == 0) || (len && !data)) {
         q->refused_reason = KVDEV_REFUSED_NONE;
         return -EINVAL;
@@ -943,6 +1099,16 @@ void kvdev_queue_stats_read(const struct kvdev_queue *q, struct kvdev_queue_stat
 size_t kvdev_queue_outstanding(const struct kvdev_queue *q)
 {
     return (size_t)outstanding_below(q) + q->stats.done_count;
+}
+
+uint32_t kvdev_queue_attention(const struct kvdev_queue *q)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < q->driven_count; i++) {
+        const struct device *device = &q->devices[q->driven[i]];
+        count += device->driver->wants_attention(device->object) != 0;
+    }
+    return count;
 }
 
 void kvdev_queue_window_set(struct kvdev_queue *q, uint32_t window_size_bytes)

@@ -29,6 +29,8 @@
 #define KVDEV_REFUSED_PRIORITY 7  /* over KVDEV_QUEUE_PRIORITY_COUNT - 1 */
 #define KVDEV_REFUSED_TRANSFER 8  /* byte_count is over the device's max_transfer_bytes */
 #define KVDEV_REFUSED_GROUP 9     /* group_addr is not a multiple of 8 */
+#define KVDEV_REFUSED_UNSHARED 10 /* the payload lies outside the memory shared with the device */
+#define KVDEV_REFUSED_RANGES 11   /* more deallocate ranges than the device takes at once */
 
 struct kvdev_queue_options {
     uint32_t capacity;             /* commands accepted and not yet handed back, 1..1048576 */
@@ -102,6 +104,8 @@ int kvdev_queue_abandon(struct kvdev_queue *queue);
 
 void kvdev_queue_stats_read(const struct kvdev_queue *queue, struct kvdev_queue_stats *ret);
 size_t kvdev_queue_outstanding(const struct kvdev_queue *queue);
+/* Devices whose owner has to look at them: a connection ended, or the device changed. */
+uint32_t kvdev_queue_attention(const struct kvdev_queue *queue);
 void kvdev_queue_window_set(struct kvdev_queue *queue, uint32_t window_size_bytes);
 /* cdef end */
 

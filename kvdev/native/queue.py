@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -85,6 +85,12 @@ _REFUSALS = {
     7: ("priority", "0 to 7"),
     8: ("byte_count", "at most the device's max_transfer_bytes"),
     9: ("group_addr", "the address of an IO_GROUP_DTYPE element"),
+    10: (
+        "buf_addr",
+        "a payload inside memory shared with the device: take it from a lease of an "
+        "Arena(is_shareable=True) that was given to share()",
+    ),
+    11: ("byte_count", "no more deallocate ranges than the device takes in one command"),
 }
 
 
@@ -576,6 +582,7 @@ class HostQueue:
         self._pid = os.getpid()
         self._capacity_count = capacity_count
         self._qpairs: dict[int, HostQpair] = {}
+        self._attendants: dict[int, Callable[[], None]] = {}
         # Payload and SQE of passthrough commands: ours to keep alive until they complete.
         self._count_out = ffi.new("size_t *")
 
@@ -660,10 +667,24 @@ class HostQueue:
         self._check(lib.kvdev_queue_namespace_add(raw, namespace, out), "add_namespace")
         return int(out[0])
 
+    def attend(self, device_index: int, attendant: Callable[[], None]) -> None:
+        """Have a device with a driver looked after: called during polls, before completions are returned,
+        when its connection ended or the device changed. It must not wait and must not raise."""
+        self._attendants[device_index] = attendant
+
+    def _look_after(self) -> None:
+        if self._raw is not None and self._attendants and lib.kvdev_queue_attention(self._raw):
+            for attendant in list(self._attendants.values()):
+                attendant()
+
     def remove_device(self, device_index: int) -> None:
-        """Forget a device; what is pending for it completes with −ECANCELED."""
+        """Forget a device; what is pending for it completes with −ECANCELED.
+
+        What is in flight goes on, except on a device with a driver, where it completes with −ENOTCONN.
+        """
         raw = self._check_usable("remove_device")
         self._check(lib.kvdev_queue_device_remove(raw, device_index), "remove_device")
+        self._attendants.pop(device_index, None)
 
     def is_device_alive(self, device_index: int) -> bool:
         """Whether at least one of its queue pairs is ready."""
@@ -707,7 +728,9 @@ class HostQueue:
         field, expected = _REFUSALS.get(int(reason_out[0]), ("", "a valid command"))
         if not field:
             return UsageError(f"queue: submit: expected {expected}")
-        return UsageError(f"ios[{index}].{field}: expected {expected}, got {int(ios[index][field])}")
+        value = int(ios[index][field])
+        got = f"0x{value:x}" if field.endswith("_addr") else str(value)
+        return UsageError(f"ios[{index}].{field}: expected {expected}, got {got}")
 
     def poll(self, *, min_count: int, deadline: Deadline, max_count: int = POLL_COUNT_MAX) -> IoDoneArray:
         """Completions as an ``IO_DONE_DTYPE`` array that the caller owns.
@@ -735,6 +758,7 @@ class HostQueue:
                 "poll",
             )
             count += int(self._count_out[0])
+            self._look_after()
             if count >= wanted or count == limit or min_count == 0:
                 break
             if lib.kvdev_queue_outstanding(raw) == 0 or deadline.is_expired:
@@ -748,6 +772,7 @@ class HostQueue:
         that were sent have an unknown fate.
         """
         self._check(lib.kvdev_queue_abandon(self._check_usable("abandon")), "abandon")
+        self._look_after()
 
     def execute(
         self,
@@ -823,3 +848,4 @@ class HostQueue:
         for qpair in self._qpairs.values():
             qpair.owner = None
         self._qpairs.clear()
+        self._attendants.clear()
