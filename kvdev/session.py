@@ -16,7 +16,7 @@ from kvdev.block.device import BlockDevice
 from kvdev.block.file import FileDevice
 from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
-from kvdev.errors import CorruptionError, KvdevError, UnsupportedError, UsageError
+from kvdev.errors import CorruptionError, KvdevError, UsageError
 from kvdev.initiator.controller import Controller
 from kvdev.initiator.discovery import discover
 from kvdev.initiator.host import HostIdentity
@@ -24,12 +24,14 @@ from kvdev.initiator.namespace import NamespaceInfo, open_namespace, scan
 from kvdev.initiator.options import ControllerOptions
 from kvdev.native.admin import AdminThread
 from kvdev.native.queue import HostQueue
+from kvdev.staging import Arena
 from kvdev.uri import (
     DeviceUri,
     FileUri,
     KvNamespaceUri,
     MemUri,
     TcpUri,
+    VhostUri,
     VolumeUri,
     parse_device_uri,
     parse_discovery_uri,
@@ -37,6 +39,9 @@ from kvdev.uri import (
     parse_subsystem_uri,
     parse_volume_uri,
 )
+from kvdev.vhost.device import VhostDevice
+from kvdev.vhost.memory import SharedMemory
+from kvdev.vhost.options import VhostOptions
 from kvdev.wire.log import DiscoveryEntry
 
 if TYPE_CHECKING:
@@ -57,7 +62,7 @@ QUEUE_CAPACITY_COUNT = 16384
 class Session:
     """Everything opened through it is closed by ``close``, in the reverse order, in bounded time.
 
-    NVMe/TCP devices share one queue, and controllers are shared by the namespaces of a subsystem.
+    NVMe/TCP and vhost-user devices share one queue, and controllers are shared by the namespaces of a subsystem.
     """
 
     def __init__(
@@ -65,16 +70,20 @@ class Session:
         *,
         host: HostIdentity | None = None,
         options: ControllerOptions | None = None,
+        vhost_options: VhostOptions | None = None,
         queue_capacity_count: int = QUEUE_CAPACITY_COUNT,
     ) -> None:
         """Nothing is connected or started yet; ``host`` defaults to this machine's identity."""
         self.options = options or ControllerOptions()
+        self.vhost_options = vhost_options or VhostOptions()
         self._host = host
         self._queue_capacity_count = queue_capacity_count
         self._admin: AdminThread | None = None
         self._queue: HostQueue | None = None
         self._controllers: dict[TcpUri, Controller] = {}
         self._memories: dict[str, MemoryDevice] = {}
+        self._vhosts: list[VhostDevice] = []
+        self._shared: list[SharedMemory] = []
         self._closers: list[tuple[str, Callable[[Deadline], None]]] = []
         self._is_closed = False
 
@@ -95,7 +104,7 @@ class Session:
 
     @property
     def queue(self) -> HostQueue:
-        """The queue of all NVMe/TCP devices."""
+        """The queue of all NVMe/TCP and vhost-user devices."""
         self._check_open()
         if self._queue is None:
             self._queue = HostQueue(
@@ -155,10 +164,7 @@ class Session:
         elif isinstance(uri, FileUri):
             device = FileDevice(uri.path)
         else:
-            raise UnsupportedError(
-                f"{uri}: this build has no vhost-user-blk front end; use tcp:, file: or mem:",
-                feature="vhost-user-blk",
-            )
+            device = self._open_vhost(uri, deadline)
         self._closers.append((str(uri), lambda _: device.close()))
         return device
 
@@ -269,6 +275,38 @@ class Session:
             )
         return usable
 
+    def _open_vhost(self, uri: VhostUri, deadline: Deadline) -> VhostDevice:
+        device = VhostDevice(
+            uri.path, self.queue, memory=self._shared, options=self.vhost_options, deadline=deadline
+        )
+        self._vhosts.append(device)
+        return device
+
+    def share(self, memory: Arena | SharedMemory, *, deadline: Deadline | None = None) -> None:
+        """Let pages lie in this memory on vhost-user devices, those open and those opened later.
+
+        Nothing may be outstanding on those devices. The memory stays mapped as long as the session.
+        """
+        self._check_open()
+        shared = SharedMemory.of(memory) if isinstance(memory, Arena) else memory
+        deadline = deadline or Deadline.after(OPEN_TIMEOUT_S)
+        self._vhosts = [device for device in self._vhosts if device.state != "closed"]
+        for device in self._vhosts:
+            device.share(shared, deadline=deadline)
+        self._shared.append(shared)
+
+    def make_arena(self, size_bytes: int) -> Arena:
+        """A staging arena that all devices open now can reach; the caller's to close."""
+        if not self._vhosts:
+            return Arena(size_bytes)
+        arena = Arena(size_bytes, is_shareable=True)
+        try:
+            self.share(arena)
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
     def _open_memory(self, uri: MemUri) -> MemoryDevice:
         found = self._memories.get(uri.name)
         if found is None:
@@ -313,6 +351,8 @@ class Session:
         self._closers.clear()
         self._controllers.clear()
         self._memories.clear()
+        self._vhosts.clear()
+        self._shared.clear()
         if interrupt is not None:
             raise interrupt
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvdev.block.device import read_blocks, write_blocks
 from kvdev.clock import Deadline
-from kvdev.errors import UnsupportedError, UsageError
+from kvdev.errors import ConnectError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.session import Session
 from kvdev.store.volume import Volume
@@ -49,10 +49,12 @@ def test_session_when_closed_then_files_are_closed(tmp_path: Path) -> None:
         kv.open_device(f"file:{tmp_path}/a")
 
 
-def test_open_device_when_vhost_then_unsupported_names_the_feature() -> None:
-    with Session() as kv, pytest.raises(UnsupportedError) as caught:
-        kv.open_device("vhost:/run/vhost.0")
-    assert caught.value.feature == "vhost-user-blk"
+def test_open_device_when_vhost_socket_is_missing_then_the_error_names_it_and_a_remedy(
+    tmp_path: Path,
+) -> None:
+    with Session() as kv, pytest.raises(ConnectError, match="start the back end") as caught:
+        kv.open_device(f"vhost:{tmp_path}/vhost.0")
+    assert caught.value.trid == f"vhost:{tmp_path}/vhost.0"
 
 
 def test_close_when_interrupted_then_everything_is_closed_and_the_interrupt_raised_again() -> None:

@@ -59,7 +59,6 @@ class ClientConfig:
 
 def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None) -> None:
     """Replay what the state file does not have yet; ``pause`` is called once ``pause_after`` requests are done."""
-    from kvdev.staging import Arena
     from kvdev_kernels import PageKernels
     from kvdev_tools.connect import make_session
     from kvdev_tools.pool import opened_store
@@ -79,7 +78,7 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
             volume,
             store,
         ),
-        Arena(config.arena_size_bytes) as arena,
+        session.make_arena(config.arena_size_bytes) as arena,
         PageKernels() as kernels,
         ProgressFile(progress_path) as progress,
     ):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvdev_tools.connect import host_options, make_session, timeout_option
 from kvdev_tools.output import Progress, emit, json_option, table
+
+if TYPE_CHECKING:
+    from kvdev.session import Session
 
 BATCH_SIZE_BYTES = 64 << 20
 BATCH_PAGE_COUNT_MAX = 1024
@@ -83,7 +86,7 @@ def verify(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float
         from kvdev_tools.pool import opened_namespace
 
         with opened_namespace(session, uri, mode="reader", timeout_s=timeout_s) as (_, opened):
-            checked, bad = _verify(opened, timeout_s)
+            checked, bad = _verify(session, opened, timeout_s)
     found = {"pages_checked": checked, "pages_damaged": len(bad), "damaged_keys": bad}
 
     def text() -> list[str]:
@@ -93,13 +96,12 @@ def verify(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float
     return int(ExitCode.DATA_FAULT if bad else ExitCode.OK)
 
 
-def _verify(opened: Any, timeout_s: float) -> tuple[int, list[str]]:
+def _verify(session: Session, opened: Any, timeout_s: float) -> tuple[int, list[str]]:
     """Pages checked, and the keys of damaged ones."""
     import numpy as np
 
     from kvdev.errors import CorruptionError
     from kvdev.keys import KEY_SIZE_BYTES
-    from kvdev.staging import Arena
     from kvdev.store import PageStatus, PageStore
 
     keys = np.ascontiguousarray(opened.entries()["key"]).view(np.uint8).reshape(-1, KEY_SIZE_BYTES)
@@ -109,7 +111,7 @@ def _verify(opened: Any, timeout_s: float) -> tuple[int, list[str]]:
     bar = Progress("verify", len(keys))
     page_bytes = -(-opened.page_size_bytes // 4096) * 4096
     try:
-        with Arena(batch * page_bytes) as arena:
+        with session.make_arena(batch * page_bytes) as arena:
             for start in range(0, len(keys), batch):
                 part = keys[start : start + batch]
                 with arena.lease(len(part), opened.page_size_bytes) as lease:
