@@ -1,0 +1,347 @@
+"""How fast the vhost-user path is: our front end on qemu-storage-daemon, in turn with fio's io_uring engine.
+
+Run alone on the machine: ``.venv/bin/python bench/vhost.py``. Both read random, aligned places of one file with
+O_DIRECT through io_uring; rounds alternate, the ratio is of the medians. Excluded: connecting, and filling the file.
+The daemon moves every request in one thread: where that thread is busy all the time, it is the limit, and the table
+says so. Ends with the file's bytes, read through the front end, compared with the file. ``--socket`` measures our side
+alone on a back end that runs already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvdev
+from kvdev.block.device import execute, transfer_ios
+from kvdev.clock import Deadline
+from kvdev.native.io import IO_DTYPE, OPCODE_READ, IoArray
+from kvdev.native.queue import HostQueue
+from kvdev.staging import Arena
+from kvdev.units import KIB, MIB, format_size
+from kvdev.vhost import SharedMemory, VhostDevice, VhostOptions
+
+ROOT = Path(__file__).resolve().parents[1]
+QSD_SCRIPT = ROOT / "tests" / "interop" / "lab" / "qsd.sh"
+FLOOR = 0.9
+"""Of fio's rate, at 128 KiB and 1 MiB from depth 4."""
+BUSY = 0.95
+"""A daemon thread with this share of a core is the limit."""
+BATCH_COUNT = 1024
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    file_size_bytes: int
+    cells: tuple[tuple[int, int], ...]
+    """Operation size and depth."""
+    seconds: float
+    round_count: int
+
+
+FULL = Scale(
+    file_size_bytes=1024 * MIB,
+    cells=(
+        (4 * KIB, 1), (4 * KIB, 32),
+        (128 * KIB, 1), (128 * KIB, 4), (128 * KIB, 8), (128 * KIB, 16),
+        (MIB, 1), (MIB, 4), (MIB, 8), (MIB, 16),
+    ),
+    seconds=2.0,
+    round_count=3,
+)  # fmt: skip
+TOY = Scale(file_size_bytes=16 * MIB, cells=((128 * KIB, 1), (128 * KIB, 4)), seconds=0.3, round_count=1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement."""
+
+    ops_per_s: float
+    lat_us_mean: float
+    """Completion latency."""
+    daemon_share: float = 0.0
+    """Of one core, by the daemon's busiest thread."""
+
+
+# --- our side --------------------------------------------------------------------------------
+
+
+class FrontEnd:
+    """A device with depth for its ring size: the core keeps it full, whatever Python does."""
+
+    def __init__(self, socket: str, *, depth: int, op_size_bytes: int, seed: int) -> None:
+        self.depth = depth
+        self.arena = Arena(max(2 * MIB, min(depth, 64) * op_size_bytes), is_shareable=True)
+        self.queue = HostQueue(capacity_count=4 * BATCH_COUNT)
+        options = VhostOptions(
+            queue_size=max(4, depth),
+            max_transfer_bytes=MIB,
+            window_size_bytes=max(4096, depth * op_size_bytes),
+        )
+        self.device = VhostDevice(
+            socket,
+            self.queue,
+            memory=[SharedMemory.of(self.arena)],
+            options=options,
+            deadline=Deadline.after(TIMEOUT_S),
+        )
+        self._ios = self._make_ios(op_size_bytes, np.random.default_rng(seed))
+
+    def _make_ios(self, size: int, rng: np.random.Generator) -> IoArray:
+        block = self.device.block_size_bytes
+        places = self.device.size_bytes // size
+        ios = np.zeros(BATCH_COUNT, dtype=IO_DTYPE)
+        ios["opcode"], ios["device_index"] = OPCODE_READ, self.device.device_index
+        ios["slba"] = rng.integers(0, places, BATCH_COUNT) * (size // block)
+        ios["lba_count"], ios["byte_count"] = size // block, size
+        slots = np.arange(BATCH_COUNT) % (self.arena.size_bytes // size)
+        ios["buf_addr"] = np.uint64(self.arena.address) + slots.astype(np.uint64) * np.uint64(size)
+        return ios
+
+    def measure(self, seconds: float) -> Sample:
+        deadline = Deadline.after(TIMEOUT_S)
+        count, waited_ns, at = 0, 0.0, 0
+        started = time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            if self.depth == 1:
+                self.queue.submit(self._ios[at : at + 1])
+                at = (at + 1) % BATCH_COUNT
+            else:
+                while self.queue.outstanding_count < BATCH_COUNT:
+                    self.queue.submit(self._ios[at : at + BATCH_COUNT // 4])
+                    at = (at + BATCH_COUNT // 4) % BATCH_COUNT
+            done = self.queue.poll(min_count=1, deadline=deadline)
+            assert not done["error"].any(), self.device.fault
+            count += len(done)
+            waited_ns += float((done["complete_ns"] - done["send_ns"]).sum())
+        elapsed = time.perf_counter() - started
+        while self.queue.outstanding_count:
+            self.queue.poll(min_count=1, deadline=deadline)
+        return Sample(count / elapsed, waited_ns / count / 1000)
+
+    def close(self) -> None:
+        self.device.close()
+        self.queue.close()
+        self.arena.close()
+
+
+class ThreadMeter:
+    """Seconds of CPU per thread of a process since the start."""
+
+    def __init__(self, pid: int) -> None:
+        self._tasks = Path(f"/proc/{pid}/task")
+        self._started = time.perf_counter()
+        self._before = self._read()
+
+    def _read(self) -> dict[str, float]:
+        ticks = os.sysconf("SC_CLK_TCK")
+        found = {}
+        for task in self._tasks.iterdir():
+            with contextlib.suppress(OSError):
+                parts = (task / "stat").read_text().rpartition(")")[2].split()
+                found[task.name] = (int(parts[11]) + int(parts[12])) / ticks
+        return found
+
+    def busiest_share(self) -> float:
+        elapsed = time.perf_counter() - self._started
+        now = self._read()
+        return max((used - self._before.get(name, 0.0)) / elapsed for name, used in now.items())
+
+
+# --- fio -------------------------------------------------------------------------------------
+
+
+def measure_fio(file: Path, *, op_size_bytes: int, depth: int, seconds: float, seed: int) -> Sample:
+    command = [
+        "fio", "--name=read", f"--filename={file}", "--rw=randread", "--ioengine=io_uring", "--direct=1",
+        f"--bs={op_size_bytes}", f"--iodepth={depth}", "--time_based", f"--runtime={seconds}",
+        f"--randseed={seed}", "--output-format=json", "--size=100%",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60, check=True)
+    read = json.loads(done.stdout)["jobs"][0]["read"]
+    return Sample(float(read["iops"]), float(read["clat_ns"]["mean"]) / 1000)
+
+
+# --- the daemon ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def daemon(
+    folder: Path, size_bytes: int, rng: np.random.Generator, *, aio: str
+) -> Iterator[tuple[str, Path, int]]:
+    """Socket, file and process of a qemu-storage-daemon with O_DIRECT."""
+    socket, file = folder / "vhost.sock", folder / "disk.img"
+    with file.open("wb") as out:
+        for _ in range(size_bytes // (16 * MIB)):
+            out.write(rng.bytes(16 * MIB))
+        os.fsync(out.fileno())
+    env = {**os.environ, "DIRECT": "on", "AIO": aio, "QUEUES": "1"}
+    subprocess.run(
+        ["sh", str(QSD_SCRIPT), str(socket), str(file)], env=env, check=True, stdout=subprocess.DEVNULL
+    )
+    try:
+        yield str(socket), file, int(Path(f"{socket}.pid").read_text())
+    finally:
+        subprocess.run(["sh", str(QSD_SCRIPT), "stop", str(socket)], check=True)
+
+
+def measure_ours(
+    socket: str, *, op_size_bytes: int, depth: int, seconds: float, seed: int, pid: int
+) -> Sample:
+    front_end = FrontEnd(socket, depth=depth, op_size_bytes=op_size_bytes, seed=seed)
+    try:
+        meter = ThreadMeter(pid) if pid else None
+        sample = front_end.measure(seconds)
+        share = meter.busiest_share() if meter else 0.0
+        return Sample(sample.ops_per_s, sample.lat_us_mean, share)
+    finally:
+        front_end.close()
+
+
+def run_cell(
+    socket: str, file: Path, pid: int, *, op_size_bytes: int, depth: int, scale: Scale, seed: int
+) -> dict[str, Any]:
+    """Both, in turn; medians of the rounds."""
+    ours, theirs = [], []
+    for round_index in range(scale.round_count):
+        shape: dict[str, Any] = {"op_size_bytes": op_size_bytes, "depth": depth, "seconds": scale.seconds}
+        theirs.append(measure_fio(file, **shape, seed=seed + round_index))
+        ours.append(measure_ours(socket, **shape, seed=seed + round_index, pid=pid))
+    our_ops = statistics.median(sample.ops_per_s for sample in ours)
+    fio_ops = statistics.median(sample.ops_per_s for sample in theirs)
+    share = statistics.median(sample.daemon_share for sample in ours)
+    our_lat = statistics.median(sample.lat_us_mean for sample in ours)
+    fio_lat = statistics.median(sample.lat_us_mean for sample in theirs)
+    return {
+        "op_size_bytes": op_size_bytes,
+        "depth": depth,
+        "ops_per_s": our_ops,
+        "fio_ops_per_s": fio_ops,
+        "gb_per_s": our_ops * op_size_bytes / 1e9,
+        "ratio": our_ops / fio_ops,
+        "lat_us_mean": our_lat,
+        "fio_lat_us_mean": fio_lat,
+        "added_us": our_lat - fio_lat,
+        "daemon_share": share,
+        "is_daemon_the_limit": share >= BUSY,
+    }
+
+
+def integrity(socket: str, file: Path) -> str:
+    """Hash of the file as the front end reads it; an error unless it is the file's."""
+    front_end = FrontEnd(socket, depth=16, op_size_bytes=MIB, seed=0)
+    seen, wanted = hashlib.sha256(), hashlib.sha256(file.read_bytes())
+    device, arena = front_end.device, front_end.arena
+    view = arena.bytes()
+    for start in range(0, device.size_bytes, arena.size_bytes):
+        size = min(arena.size_bytes, device.size_bytes - start)
+        ios = transfer_ios(device, OPCODE_READ, start // device.block_size_bytes, arena.address, size)
+        execute(device, ios, Deadline.after(TIMEOUT_S))
+        seen.update(view[:size].data)
+    front_end.close()
+    if seen.digest() != wanted.digest():
+        raise SystemExit("bench: the bytes read through vhost-user differ from the file's")
+    return seen.hexdigest()
+
+
+def machine(seed: int) -> dict[str, Any]:
+    """What a figure must be read with."""
+    models = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+    ]
+    return {
+        "cpu": models[0].partition(":")[2].strip() if models else "unknown",
+        "cpu_count": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "kvdev": kvdev.__version__,
+        "seed": seed,
+        "command": " ".join(sys.argv),
+    }
+
+
+def line_of(cell: dict[str, Any]) -> str:
+    limit = "  the daemon's thread is the limit" if cell["is_daemon_the_limit"] else ""
+    return (
+        f"{format_size(cell['op_size_bytes']):>8} depth {cell['depth']:>3}: {cell['ops_per_s']:>9.0f} op/s "
+        f"{cell['gb_per_s']:6.2f} GB/s, fio {cell['fio_ops_per_s']:>9.0f} op/s, ratio {cell['ratio']:.2f}, "
+        f"latency {cell['lat_us_mean']:.0f} us ({cell['added_us']:+.0f}), "
+        f"daemon {100 * cell['daemon_share']:.0f} %{limit}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--toy", action="store_true", help="a small run that shows it works")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where the file is made  [default: the temporary folder]")
+    parser.add_argument(
+        "--aio", default="io_uring", help="how the daemon reads the file  [default: io_uring]"
+    )
+    parser.add_argument("--socket", help="measure our side alone on this back end; nothing is written to it")
+    options = parser.parse_args()
+    scale = TOY if options.toy else FULL
+    report: dict[str, Any] = {"machine": machine(options.seed), "scale": asdict(scale), "cells": []}
+    if options.socket:
+        for size, depth in scale.cells:
+            sample = measure_ours(
+                options.socket,
+                op_size_bytes=size,
+                depth=depth,
+                seconds=scale.seconds,
+                seed=options.seed,
+                pid=0,
+            )
+            report["cells"].append({"op_size_bytes": size, "depth": depth, **asdict(sample)})
+            print(
+                f"{format_size(size):>8} depth {depth:>3}: {sample.ops_per_s:>9.0f} op/s "
+                f"{sample.ops_per_s * size / 1e9:6.2f} GB/s, latency {sample.lat_us_mean:.1f} us",
+                flush=True,
+            )
+    else:
+        for program in ("fio", "qemu-storage-daemon"):
+            if shutil.which(program) is None:
+                raise SystemExit(f"bench: no {program} here: apt-get install fio qemu-system-common")
+        rng = np.random.default_rng(options.seed)
+        with (
+            tempfile.TemporaryDirectory(prefix="kvdev-bench-", dir=options.folder) as folder,
+            daemon(Path(folder), scale.file_size_bytes, rng, aio=options.aio) as (socket, file, pid),
+        ):
+            for size, depth in scale.cells:
+                cell = run_cell(
+                    socket, file, pid, op_size_bytes=size, depth=depth, scale=scale, seed=options.seed
+                )
+                report["cells"].append(cell)
+                print(line_of(cell), flush=True)
+            report["integrity"] = integrity(socket, file)
+            print(f"integrity {report['integrity'][:16]}: what was read is what the file holds")
+        big = [c for c in report["cells"] if c["op_size_bytes"] >= 128 * KIB and c["depth"] >= 4]
+        report["is_floor_held"] = all(cell["ratio"] >= FLOOR or cell["is_daemon_the_limit"] for cell in big)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
