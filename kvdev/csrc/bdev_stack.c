@@ -140,6 +140,7 @@ int kvdev_bdev_create_filter(struct kvdev_bdev *base, struct kvdev_bdev **ret)
         return -ENOMEM;
     }
     pthread_mutex_init(&bdev->filter->lock, NULL);
+    bdev->has_volatile_cache = 1; /* so that hosts flush: a drill may want a flush to fail */
     kvdev_bdev_set_held(bdev, 1);
     *ret = bdev;
     return 0;

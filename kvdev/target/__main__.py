@@ -18,6 +18,7 @@ def parse_arguments(arguments: list[str] | None = None) -> ServeOptions:
         "--allow-remote", action="store_true", help="let listeners bind to addresses other than loopback"
     )
     parser.add_argument("--config", metavar="FILE", help="JSON file of RPC calls to run before it is ready")
+    parser.add_argument("--state", metavar="FILE", help="file to keep the configuration in across restarts")
     parser.add_argument("--ready-file", metavar="FILE", help="file to write once it is ready")
     parser.add_argument("--json", action="store_true", help="print the ready line as JSON")
     parser.add_argument("--verbose", action="store_true", help="log to standard error")
@@ -30,6 +31,7 @@ def parse_arguments(arguments: list[str] | None = None) -> ServeOptions:
         rpc_socket=given.rpc_socket,
         allow_remote=given.allow_remote,
         config=given.config,
+        state=given.state,
         ready_file=given.ready_file,
         is_json=given.json,
     )

@@ -436,7 +436,8 @@ class ServiceBackend(TargetBackend, Protocol):
 class RaidState:
     """A RAID0 as it was asked for; its bdev exists while the state is online.
 
-    ``discovered`` are the bases it holds claims on. Names in ``base_names`` need not exist yet.
+    ``discovered`` are the bdevs it holds claims on. What ``base_names`` names, by name or alias, need not exist
+    yet; a bdev that comes later is recognised by its name only, as in SPDK.
     """
 
     name: str
@@ -894,7 +895,7 @@ class TargetModel:
         self._raids[name] = raid
         try:
             for base_name in base_names:
-                base = self._bdevs.get(base_name)
+                base = self.bdev(base_name)
                 if base is not None:
                     self._claim_base(raid, base)
             self._go_online_when_complete(raid)
@@ -936,7 +937,7 @@ class TargetModel:
     def _go_online_when_complete(self, raid: RaidState) -> None:
         if len(raid.discovered) < len(raid.base_names):
             return
-        bases = [self._bdevs[base_name] for base_name in raid.base_names]
+        bases = [self.find_bdev(base_name) for base_name in raid.base_names]
         strip_blocks = raid.strip_size_bytes // bases[0].block_size_bytes
         row_count = min(base.block_count for base in bases) // strip_blocks
         if row_count == 0:
@@ -949,7 +950,7 @@ class TargetModel:
                 block_size_bytes=bases[0].block_size_bytes,
                 block_count=row_count * strip_blocks * len(bases),
                 strip_size_bytes=raid.strip_size_bytes,
-                base_names=raid.base_names,
+                base_names=tuple(base.name for base in bases),
                 base_handles=tuple(base.handle for base in bases),
             )
         )

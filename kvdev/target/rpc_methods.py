@@ -13,6 +13,7 @@ import errno
 import ipaddress
 import logging
 import os
+import re
 import resource
 import time
 import uuid as uuid_module
@@ -104,6 +105,9 @@ IO_TYPES = [
     "write_uncorrectable",
 ]
 
+# Methods that change no configuration, by name.
+_READS = re.compile(r"_get_|_wait_|_reset_|_inject_|_resume_|^log_")
+
 _PREFERRED_SIZES = (
     "preferred_write_alignment",
     "preferred_write_granularity",
@@ -148,6 +152,8 @@ class RpcMethods:
         self._model = model
         self.stack = BdevStack(model)
         self.host = HostMethods(model)
+        self.on_change: Callable[[], None] | None = None
+        """Called after each method that may have changed the configuration. Raises OSError."""
         self._bdev_waiters: set[asyncio.Future[None]] = set()
         self._log_level = "NOTICE"
         self._log_print_level = "INFO"
@@ -193,7 +199,19 @@ class RpcMethods:
         if isinstance(result, Awaitable):
             result = await result
         self._wake_bdev_waiters()
+        if self.on_change is not None and not _READS.search(name):
+            try:
+                self.on_change()
+            except OSError as error:
+                reason = f"done, but not kept for a restart: {error.strerror or error}"
+                raise m.SpdkError(ERROR_INTERNAL, f"Internal error: {reason}") from error
         return result
+
+    def configuration(self) -> list[Mapping[str, Any]]:
+        """What SPDK's save_config would ask for: the calls of every subsystem, in the order to run them."""
+        return [
+            {"subsystem": name, "config": self._framework_get_config(name)} for name in SUBSYSTEM_DEPENDENCIES
+        ]
 
     def _wake_bdev_waiters(self) -> None:
         for waiter in self._bdev_waiters:
@@ -732,7 +750,9 @@ class RpcMethods:
     def _raid_info(self, raid: m.RaidState) -> Result:
         bases = []
         for base_name in raid.base_names:
-            base = self._model.bdev(base_name) if base_name in raid.discovered else None
+            base = self._model.bdev(base_name)
+            if base is not None and base.name not in raid.discovered:
+                base = None
             bases.append(
                 {
                     "name": base_name,

@@ -22,7 +22,7 @@ from kvdev.target import rpc_params as p
 from kvdev.target.lvol import CLUSTER_SIZE_DEFAULT_BYTES, Lvol, LvolStore
 from kvdev.target.rpc_params import optional, required
 from kvdev.target.rpc_table import TICK_RATE_HZ, Method, Result, flat, given, true_after
-from kvdev.target.stack import INJECTED_OPERATIONS, BdevStack
+from kvdev.target.stack import ERROR_PREFIX, INJECTED_OPERATIONS, BdevStack
 from spdk_rpc.errors import ERROR_INTERNAL, ERROR_INVALID_PARAMS
 
 HISTOGRAM_GRANULARITY = 7
@@ -462,7 +462,9 @@ def stack_config(stack: BdevStack, find: Callable[[str], m.Bdev | None]) -> list
         uuid = spec.uuid or (bdev.uuid if bdev is not None else None)
         named = {} if uuid is None else {"uuid": str(uuid)}
         if spec.latencies is None:
-            calls.append({"method": "bdev_error_create", "params": {"base_name": spec.base_name, **named}})
+            # By the name it was asked for with, which may be an alias: its own name follows from it.
+            base_name = spec.name.removeprefix(ERROR_PREFIX)
+            calls.append({"method": "bdev_error_create", "params": {"base_name": base_name, **named}})
             continue
         latencies = {f"{each}_latency": getattr(spec.latencies, each) for each in _LATENCY_TYPES}
         params = {"name": spec.name, "base_bdev_name": spec.base_name, **named, **latencies}

@@ -21,6 +21,7 @@ from kvdev.errors import DeadlineError, KvdevError, TransportError, UsageError
 from kvdev.target.model import ListenAddress, ServiceBackend, SpdkError, TargetModel
 from kvdev.target.rpc_methods import RpcMethods
 from kvdev.target.rpc_server import RpcServer
+from kvdev.target.state import ConfigCall, StateFile, parse_calls, read_json
 
 EXIT_OK = 0
 EXIT_USAGE = 2
@@ -28,7 +29,6 @@ EXIT_UNREACHABLE = 3
 EXIT_REFUSED = 4
 EXIT_BUG = 70
 
-CONFIG_SIZE_LIMIT_BYTES = 16 << 20
 CONFIG_CALL_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 
@@ -42,6 +42,7 @@ class ServeOptions:
     config: str | None = None
     ready_file: str | None = None
     is_json: bool = False
+    state: str | None = None
 
 
 def make_service() -> ServiceBackend:
@@ -60,11 +61,15 @@ class EmbeddedTarget:
         *,
         backend: ServiceBackend | None = None,
         allow_remote: bool = False,
+        state: str | os.PathLike[str] | None = None,
     ) -> None:
         self.rpc_socket = os.fspath(rpc_socket)
         self._backend = backend if backend is not None else make_service()
         self.model = TargetModel(self._backend, allow_remote=allow_remote)
-        self._server = RpcServer(self.rpc_socket, RpcMethods(self.model).call)
+        self._methods = RpcMethods(self.model)
+        self._state_path = None if state is None else os.fspath(state)
+        self._state: StateFile | None = None
+        self._server = RpcServer(self.rpc_socket, self._methods.call)
 
     def __enter__(self) -> EmbeddedTarget:
         self.start()
@@ -76,19 +81,52 @@ class EmbeddedTarget:
         self.stop()
 
     def start(self) -> None:
-        """Start the data path, then the RPC server. Raises UsageError or ConnectError; nothing stays behind."""
-        self._backend.start()
+        """Start the data path, then the RPC server, then bring back the state if one is kept.
+
+        Raises UsageError, ConnectError, or SpdkError for a call of the state that is refused; nothing stays
+        behind, and the state file is as it was.
+        """
+        if self._state_path is not None:
+            self._state = StateFile(self._state_path)
         try:
-            self._server.start()
+            self._backend.start()
+            try:
+                self._server.start()
+                if self._state is not None:
+                    self._bring_back(self._state)
+            except BaseException:
+                self._server.stop(timeout_s=STOP_TIMEOUT_S / 2)
+                self._backend.stop(timeout_s=STOP_TIMEOUT_S)
+                raise
         except BaseException:
-            self._backend.stop(timeout_s=STOP_TIMEOUT_S)
+            self._close_state()
             raise
+
+    def _bring_back(self, state: StateFile) -> None:
+        calls, images = state.load()
+        self._methods.stack.keep_images(images)
+        for method, params in calls:
+            try:
+                self.call(method, params)
+            except SpdkError as error:
+                raise SpdkError(error.code, f"state: {state.path}: {method}: {error.message}") from error
+        # Only a state that is there as a whole may take the place of the one in the file.
+        self._methods.on_change = lambda: state.save(
+            self._methods.configuration(), self._methods.stack.images()
+        )
+
+    def _close_state(self) -> None:
+        self._methods.on_change = None
+        if self._state is not None:
+            self._state.close()
+            self._state = None
 
     def stop(self, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the RPC server, then the data path; the socket is gone afterwards."""
         try:
             self._server.stop(timeout_s=timeout_s / 2)
         finally:
+            self._close_state()
             self._backend.stop(timeout_s=timeout_s / 2)
 
     def call(self, method: str, params: Any = None, *, timeout_s: float = CONFIG_CALL_TIMEOUT_S) -> Any:
@@ -96,51 +134,12 @@ class EmbeddedTarget:
         return self._server.run_call(method, params, timeout_s=timeout_s)
 
 
-def read_config(path: str) -> list[tuple[str, dict[str, Any] | None]]:
+def read_config(path: str) -> list[ConfigCall]:
     """The calls of a configuration file: a list of calls, or what SPDK's save_config writes.
 
     Raises UsageError naming the file and the place.
     """
-    try:
-        with Path(path).open("rb") as file:
-            text = file.read(
-                CONFIG_SIZE_LIMIT_BYTES + 1
-            )  # its size says nothing: it may be a pipe or a device
-        if len(text) > CONFIG_SIZE_LIMIT_BYTES:
-            raise UsageError(f"config: {path}: expected at most {CONFIG_SIZE_LIMIT_BYTES} bytes, got more")
-        document = json.loads(text.decode("utf-8"))
-    except OSError as error:
-        raise UsageError(f"config: {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"config: {path}: no JSON: {error}") from error
-    return [_config_call(path, place, call) for place, call in _config_calls(path, document)]
-
-
-def _config_calls(path: str, document: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(document, list):
-        yield from ((f"[{index}]", call) for index, call in enumerate(document))
-        return
-    subsystems = document.get("subsystems") if isinstance(document, dict) else None
-    if not isinstance(subsystems, list):
-        raise UsageError(f'config: {path}: expected a list of calls or {{"subsystems": [...]}}')
-    for number, subsystem in enumerate(subsystems):
-        calls = subsystem.get("config") if isinstance(subsystem, dict) else subsystem
-        if calls is None:
-            continue
-        if not isinstance(calls, list):
-            raise UsageError(f"config: {path}: subsystems[{number}].config: expected a list of calls")
-        yield from ((f"subsystems[{number}].config[{index}]", call) for index, call in enumerate(calls))
-
-
-def _config_call(path: str, place: str, call: Any) -> tuple[str, dict[str, Any] | None]:
-    if not isinstance(call, dict) or not isinstance(call.get("method"), str):
-        raise UsageError(f'config: {path}: {place}: expected {{"method": ..., "params": {{...}}}}')
-    params = call.get("params")
-    if not isinstance(params, dict | None):
-        raise UsageError(f"config: {path}: {place}.params: expected an object")
-    return call["method"], params
+    return parse_calls(path, "config", read_json(path, "config"))
 
 
 def serve(options: ServeOptions, *, make_backend: Callable[[], ServiceBackend] = make_service) -> int:
@@ -205,11 +204,16 @@ class _StopRequest:
 
 def _serve_until(
     options: ServeOptions,
-    calls: list[tuple[str, dict[str, Any] | None]],
+    calls: list[ConfigCall],
     make_backend: Callable[[], ServiceBackend],
     stopping: _StopRequest,
 ) -> int:
-    target = EmbeddedTarget(options.rpc_socket, backend=make_backend(), allow_remote=options.allow_remote)
+    target = EmbeddedTarget(
+        options.rpc_socket,
+        backend=make_backend(),
+        allow_remote=options.allow_remote,
+        state=options.state,
+    )
     target.start()
     try:
         for method, params in calls:

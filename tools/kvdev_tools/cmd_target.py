@@ -23,6 +23,7 @@ def target() -> None:
     help="UNIX socket of the RPC server; it gets mode 0600.",
 )
 @click.option("--config", metavar="FILE", help="JSON file of RPC calls to run before it is ready.")
+@click.option("--state", metavar="FILE", help="File to keep the configuration in across restarts.")
 @click.option("--ready-file", metavar="FILE", help="File to write once it is ready; removed at the end.")
 @click.option("--allow-remote", is_flag=True, help="Let listeners bind to addresses other than loopback.")
 @click.option("--populate", is_flag=True, help="Touch the memory of malloc bdevs when they are made.")
@@ -32,6 +33,7 @@ def target() -> None:
 def serve(
     rpc_socket: str,
     config: str | None,
+    state: str | None,
     ready_file: str | None,
     allow_remote: bool,
     populate: bool,
@@ -79,6 +81,7 @@ def serve(
             rpc_socket=rpc_socket,
             allow_remote=allow_remote,
             config=config,
+            state=state,
             ready_file=ready_file,
             is_json=as_json,
         ),
