@@ -81,6 +81,7 @@ bench-smoke: setup ## every benchmark at toy size
 bench: setup ## the benchmarks; leave the machine alone meanwhile
 	$(PY) bench/kernels.py
 	$(PY) bench/datapath.py
+	$(PY) bench/store.py
 
 lint: dev ## ruff, formatting, and the C core under strict warnings
 	$(VENV)/bin/ruff check .

@@ -3,25 +3,49 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "crc32c.h"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #define HEADER_BYTES 64u
 #define TABLE_MAGIC 0x4c4254565645444bull /* "KDEVVTBL" as bytes */
 #define FORMAT_VERSION 1u
 #define NONE KVDEV_SLOT_NONE
-#define LOOKAHEAD 16u                      /* keys whose cache lines are fetched together */
+#define LOOKAHEAD 16u /* keys between the fetch of a line and its use: as many misses overlap */
+#define GROUP 256u    /* keys whose slots are found before any is used; a power of two */
+#define LINE_TAGS 10u
+#define LINE_LOAD 7u        /* slots for each line: few lines overflow, 9.1 bytes a slot */
+#define OVERFLOW_MAX 0xffffu
+#define HUGE_BYTES ((size_t)2 << 20)
 
 enum slot_state { SLOT_FREE, SLOT_RESERVED, SLOT_LIVE, SLOT_LEAVING, SLOT_QUARANTINED };
 #define STATE_MASK 0x07u
 #define FLAG_DUE 0x08u      /* its record has not been collected */
 #define FLAG_ON_MEDIA 0x10u /* a recovery might find the entry live */
 
+/* One cache line of the hash: the key's home is a line, what finds it full goes to the next one. */
+struct line {
+    uint16_t tag[LINE_TAGS]; /* 16 bits of the key's hash, 0 for an empty place */
+    uint16_t overflow;       /* keys that passed this line because it was full; sticks at OVERFLOW_MAX */
+    uint16_t unused;
+    uint32_t slot[LINE_TAGS];
+};
+_Static_assert(sizeof(struct line) == 64, "a line of the hash is a cache line");
+
+struct link {
+    uint32_t prev;
+    uint32_t next;
+};
+_Static_assert(sizeof(struct link) == sizeof(uint64_t), "links are lent to a sort of 64-bit pairs");
+
 struct kvdev_index {
     uint8_t *table;
-    uint64_t *buckets; /* high half: hash; low half: slot + 1, 0 for an empty bucket */
-    uint32_t *prev;
-    uint32_t *next;
+    struct line *lines;
+    struct link *links; /* of the list the slot is in; a free slot uses next alone */
     uint32_t *pending;
     uint8_t *flags;
     uint8_t *block_dirty;
@@ -29,7 +53,9 @@ struct kvdev_index {
     uint32_t per_block;
     uint32_t block_count;
     uint32_t slot_count;
-    uint32_t bucket_count;
+    uint32_t line_count;
+    uint64_t per_block_magic; /* slot / per_block is slot * magic >> shift: a division costs as much as a probe */
+    unsigned per_block_shift;
     uint32_t pending_limit;
     uint32_t pending_count;
     uint32_t newest; /* list of live slots by last use */
@@ -242,7 +268,7 @@ uint64_t kvdev_entry_checksum(const uint8_t *uuid, const uint8_t *key, uint64_t 
 
 /* --- hash ---------------------------------------------------------------------------------- */
 
-static uint32_t hash_key(const uint8_t *key)
+static uint64_t hash_key(const uint8_t *key)
 {
     uint64_t word[4];
     memcpy(word, key, sizeof(word));
@@ -250,64 +276,142 @@ static uint32_t hash_key(const uint8_t *key)
     h ^= (word[2] ^ (word[3] << 41 | word[3] >> 23)) * 0xc2b2ae3d27d4eb4full;
     h ^= h >> 32;
     h *= 0xd6e8feb86659fd93ull;
-    return (uint32_t)(h >> 32);
+    return h ^ h >> 32;
 }
 
-static uint32_t home_of(const struct kvdev_index *index, uint32_t hash)
+/* The high half of the hash chooses the line, 16 bits of the low half are the tag. */
+static uint32_t home_of(const struct kvdev_index *index, uint64_t hash)
 {
-    return (uint32_t)((uint64_t)hash * index->bucket_count >> 32);
+    return (uint32_t)((hash >> 32) * index->line_count >> 32);
+}
+
+static uint16_t tag_of(uint64_t hash)
+{
+    uint16_t tag = (uint16_t)hash;
+    return tag != 0 ? tag : 1;
+}
+
+static uint32_t block_of(const struct kvdev_index *index, uint32_t slot)
+{
+    return (uint32_t)(slot * index->per_block_magic >> index->per_block_shift);
 }
 
 static struct kvdev_entry *entry_of(const struct kvdev_index *index, uint32_t slot)
 {
-    return entry_at(index->table, index->block_bytes, index->per_block, slot);
+    uint32_t block = block_of(index, slot);
+    return (struct kvdev_entry *)(void *)(index->table + (size_t)block * index->block_bytes + HEADER_BYTES
+                                          + (size_t)(slot - block * index->per_block)
+                                                * sizeof(struct kvdev_entry));
 }
 
-/* The bucket of a key, or of the empty bucket where it would go. */
-static uint32_t probe(const struct kvdev_index *index, const uint8_t *key, uint32_t hash)
+static uint32_t next_line(const struct kvdev_index *index, uint32_t line)
 {
-    uint32_t i = home_of(index, hash);
-    /* Bounded: there are more buckets than slots. */
-    while (index->buckets[i] != 0) {
-        uint64_t bucket = index->buckets[i];
-        if ((uint32_t)(bucket >> 32) == hash
-            && memcmp(entry_of(index, (uint32_t)bucket - 1)->key, key, 32) == 0) {
+    return line + 1 == index->line_count ? 0 : line + 1;
+}
+
+/* Places of a line that hold the tag, a bit each. Plain enough for the compiler to do with vectors. */
+static uint32_t tag_matches(const struct line *line, uint16_t tag)
+{
+#ifdef __SSE2__
+    __m128i wanted = _mm_set1_epi16((short)tag);
+    __m128i low = _mm_cmpeq_epi16(_mm_loadu_si128((const __m128i *)(const void *)line->tag), wanted);
+    __m128i high = _mm_cmpeq_epi16(_mm_loadl_epi64((const __m128i *)(const void *)(line->tag + 8)), wanted);
+    uint32_t bits = (uint32_t)_mm_movemask_epi8(_mm_packs_epi16(low, high));
+    return bits & ((1u << LINE_TAGS) - 1);
+#else
+    uint32_t bits = 0;
+    for (uint32_t i = 0; i < LINE_TAGS; i++) {
+        bits |= (uint32_t)(line->tag[i] == tag) << i;
+    }
+    return bits;
+#endif
+}
+
+/* Of two 32-byte keys, without branches: the compiler keeps it in registers. */
+static int keys_equal(const uint8_t *a, const uint8_t *b)
+{
+    uint64_t x[4];
+    uint64_t y[4];
+    memcpy(x, a, sizeof(x));
+    memcpy(y, b, sizeof(y));
+    return ((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3])) == 0;
+}
+
+static uint32_t find(const struct kvdev_index *index, const uint8_t *key, uint64_t hash)
+{
+    uint16_t tag = tag_of(hash);
+    uint32_t at = home_of(index, hash);
+    /* Bounded: a turn over all lines, though one that never overflowed ends it. */
+    for (uint32_t turn = 0; turn < index->line_count; turn++) {
+        const struct line *line = &index->lines[at];
+        for (uint32_t bits = tag_matches(line, tag); bits != 0; bits &= bits - 1) {
+            uint32_t slot = line->slot[__builtin_ctz(bits)];
+            if (keys_equal(entry_of(index, slot)->key, key)) {
+                return slot;
+            }
+        }
+        if (line->overflow == 0) {
             break;
         }
-        i = i + 1 == index->bucket_count ? 0 : i + 1;
+        at = next_line(index, at);
     }
-    return i;
+    return NONE;
 }
 
-static uint32_t find(const struct kvdev_index *index, const uint8_t *key, uint32_t hash)
+/* The key is not there yet, and there are more places than slots. */
+static void hash_insert(struct kvdev_index *index, uint64_t hash, uint32_t slot)
 {
-    /* An empty bucket holds 0, which is slot NONE plus one. */
-    return (uint32_t)index->buckets[probe(index, key, hash)] - 1;
-}
-
-static void hash_insert(struct kvdev_index *index, const uint8_t *key, uint32_t hash, uint32_t slot)
-{
-    index->buckets[probe(index, key, hash)] = (uint64_t)hash << 32 | (slot + 1);
-}
-
-static void hash_delete(struct kvdev_index *index, const uint8_t *key)
-{
-    uint32_t hole = probe(index, key, hash_key(key));
-    uint32_t i = hole;
+    uint32_t at = home_of(index, hash);
     for (;;) {
-        i = i + 1 == index->bucket_count ? 0 : i + 1;
-        if (index->buckets[i] == 0) {
-            break;
+        struct line *line = &index->lines[at];
+        uint32_t empty = tag_matches(line, 0);
+        if (empty != 0) {
+            uint32_t place = (uint32_t)__builtin_ctz(empty);
+            line->tag[place] = tag_of(hash);
+            line->slot[place] = slot;
+            return;
         }
-        uint32_t home = home_of(index, (uint32_t)(index->buckets[i] >> 32));
-        /* What has its home between the hole and itself must stay reachable from there. */
-        int stays = hole <= i ? (hole < home && home <= i) : (hole < home || home <= i);
-        if (!stays) {
-            index->buckets[hole] = index->buckets[i];
-            hole = i;
+        if (line->overflow != OVERFLOW_MAX) {
+            line->overflow++;
         }
+        at = next_line(index, at);
     }
-    index->buckets[hole] = 0;
+}
+
+/* The slot is there, under this hash: lines between its home and its place count one key less passing. */
+static void hash_delete(struct kvdev_index *index, uint64_t hash, uint32_t slot)
+{
+    uint16_t tag = tag_of(hash);
+    uint32_t at = home_of(index, hash);
+    for (;;) {
+        struct line *line = &index->lines[at];
+        for (uint32_t bits = tag_matches(line, tag); bits != 0; bits &= bits - 1) {
+            uint32_t place = (uint32_t)__builtin_ctz(bits);
+            if (line->slot[place] == slot) {
+                line->tag[place] = 0;
+                return;
+            }
+        }
+        if (line->overflow != OVERFLOW_MAX) {
+            line->overflow--;
+        }
+        at = next_line(index, at);
+    }
+}
+
+#define UNSURE (NONE - 1) /* no slot: the key may be in a further line */
+
+/* Look into the key's line and fetch the entry that it names first; its slot, NONE or UNSURE. */
+static inline uint32_t first_candidate(const struct kvdev_index *index, uint64_t hash)
+{
+    const struct line *line = &index->lines[home_of(index, hash)];
+    uint32_t bits = tag_matches(line, tag_of(hash));
+    if (bits == 0) {
+        return line->overflow == 0 ? NONE : UNSURE;
+    }
+    uint32_t slot = line->slot[__builtin_ctz(bits)];
+    __builtin_prefetch(entry_of(index, slot));
+    return slot;
 }
 
 /* --- lists and states ---------------------------------------------------------------------- */
@@ -326,10 +430,9 @@ static void set_state(struct kvdev_index *index, uint32_t slot, enum slot_state 
 
 static void use_push(struct kvdev_index *index, uint32_t slot)
 {
-    index->prev[slot] = NONE;
-    index->next[slot] = index->newest;
+    index->links[slot] = (struct link){ .prev = NONE, .next = index->newest };
     if (index->newest != NONE) {
-        index->prev[index->newest] = slot;
+        index->links[index->newest].prev = slot;
     } else {
         index->oldest = slot;
     }
@@ -338,17 +441,16 @@ static void use_push(struct kvdev_index *index, uint32_t slot)
 
 static void use_unlink(struct kvdev_index *index, uint32_t slot)
 {
-    uint32_t prev = index->prev[slot];
-    uint32_t next = index->next[slot];
-    if (prev != NONE) {
-        index->next[prev] = next;
+    struct link link = index->links[slot];
+    if (link.prev != NONE) {
+        index->links[link.prev].next = link.next;
     } else {
-        index->newest = next;
+        index->newest = link.next;
     }
-    if (next != NONE) {
-        index->prev[next] = prev;
+    if (link.next != NONE) {
+        index->links[link.next].prev = link.prev;
     } else {
-        index->oldest = prev;
+        index->oldest = link.prev;
     }
 }
 
@@ -356,9 +458,9 @@ static void use_unlink(struct kvdev_index *index, uint32_t slot)
 static void free_push(struct kvdev_index *index, uint32_t slot)
 {
     set_state(index, slot, SLOT_FREE);
-    index->next[slot] = NONE;
+    index->links[slot].next = NONE;
     if (index->free_tail != NONE) {
-        index->next[index->free_tail] = slot;
+        index->links[index->free_tail].next = slot;
     } else {
         index->free_head = slot;
     }
@@ -368,7 +470,7 @@ static void free_push(struct kvdev_index *index, uint32_t slot)
 static uint32_t free_pop(struct kvdev_index *index)
 {
     uint32_t slot = index->free_head;
-    index->free_head = index->next[slot];
+    index->free_head = index->links[slot].next;
     if (index->free_head == NONE) {
         index->free_tail = NONE;
     }
@@ -393,7 +495,7 @@ static int pending_has_room(const struct kvdev_index *index, uint64_t count)
 static void retire(struct kvdev_index *index, uint32_t slot)
 {
     struct kvdev_entry *entry = entry_of(index, slot);
-    hash_delete(index, entry->key);
+    hash_delete(index, hash_key(entry->key), slot);
     use_unlink(index, slot);
     memset(entry->key, 0, sizeof(entry->key));
     entry->state = 0;
@@ -410,18 +512,44 @@ static void retire(struct kvdev_index *index, uint32_t slot)
 
 /* --- life ---------------------------------------------------------------------------------- */
 
+/* Memory of large tables: whole huge pages where the kernel has them, for a probe that misses the cache
+ * should not miss the TLB as well. */
+static void *alloc_table(size_t size_bytes)
+{
+    if (size_bytes < HUGE_BYTES) {
+        return aligned_alloc(64, (size_bytes + 63) & ~(size_t)63);
+    }
+    void *memory = aligned_alloc(HUGE_BYTES, (size_bytes + HUGE_BYTES - 1) & ~(HUGE_BYTES - 1));
+    if (memory != NULL) {
+        (void)madvise(memory, size_bytes, MADV_HUGEPAGE); /* without it the same, slower */
+    }
+    return memory;
+}
+
 void kvdev_index_destroy(struct kvdev_index *index)
 {
     if (index == NULL) {
         return;
     }
-    free(index->buckets);
-    free(index->prev);
-    free(index->next);
+    free(index->lines);
+    free(index->links);
     free(index->pending);
     free(index->flags);
     free(index->block_dirty);
     free(index);
+}
+
+/* slot / per_block without a division: exact for slots below 2^31, as the error of the rounded-up
+ * quotient stays below 2^shift / 2^31. */
+static void set_per_block(struct kvdev_index *index, uint32_t per_block)
+{
+    unsigned bits = 0;
+    while (1u << bits < per_block) {
+        bits++;
+    }
+    index->per_block = per_block;
+    index->per_block_shift = 31 + bits;
+    index->per_block_magic = ((uint64_t)1 << index->per_block_shift) / per_block + 1;
 }
 
 int kvdev_index_create(uint8_t *table, uint32_t block_bytes, uint32_t slot_count, uint32_t pending_limit,
@@ -436,26 +564,28 @@ int kvdev_index_create(uint8_t *table, uint32_t block_bytes, uint32_t slot_count
     }
     index->table = table;
     index->block_bytes = block_bytes;
-    index->per_block = kvdev_table_entries_per_block(block_bytes);
+    set_per_block(index, kvdev_table_entries_per_block(block_bytes));
     index->block_count = (slot_count + index->per_block - 1) / index->per_block;
     index->slot_count = slot_count;
-    index->bucket_count = slot_count + slot_count / 3 + 8;
+    index->line_count = slot_count / LINE_LOAD + 2;
     index->pending_limit = pending_limit;
     index->next_generation = next_generation;
     memcpy(index->uuid, uuid, sizeof(index->uuid));
-    index->buckets = calloc(index->bucket_count, sizeof(*index->buckets));
-    index->prev = calloc(slot_count, sizeof(*index->prev));
-    index->next = calloc(slot_count, sizeof(*index->next));
+    index->lines = alloc_table((size_t)index->line_count * sizeof(*index->lines));
+    index->links = alloc_table((size_t)slot_count * sizeof(*index->links));
+    index->flags = alloc_table(slot_count);
     index->pending = calloc(pending_limit, sizeof(*index->pending));
-    index->flags = calloc(slot_count, sizeof(*index->flags));
     index->block_dirty = calloc(index->block_count, sizeof(*index->block_dirty));
-    if (index->buckets == NULL || index->prev == NULL || index->next == NULL || index->pending == NULL
-        || index->flags == NULL || index->block_dirty == NULL) {
+    if (index->lines == NULL || index->links == NULL || index->pending == NULL || index->flags == NULL
+        || index->block_dirty == NULL) {
         kvdev_index_destroy(index);
         return -ENOMEM;
     }
-    index->memory_bytes = sizeof(*index) + (uint64_t)index->bucket_count * 8 + (uint64_t)slot_count * 9
-                          + (uint64_t)pending_limit * 4 + index->block_count;
+    memset(index->lines, 0, (size_t)index->line_count * sizeof(*index->lines));
+    memset(index->flags, 0, slot_count);
+    index->memory_bytes = sizeof(*index) + (uint64_t)index->line_count * sizeof(*index->lines)
+                          + (uint64_t)slot_count * (sizeof(*index->links) + 1) + (uint64_t)pending_limit * 4
+                          + index->block_count;
     *ret = index;
     return 0;
 }
@@ -465,22 +595,31 @@ uint8_t *kvdev_index_dirty_map(struct kvdev_index *index)
     return index->block_dirty;
 }
 
-/* Live slots in `order`, oldest use first: two stable passes over the halves of last_use. */
-static void sort_by_use(const struct kvdev_index *index, uint32_t *order, uint32_t *spare, uint32_t count,
-                        uint32_t *counts)
+/* Sort `count` pairs (last use, slot) by last use, stable: a pass for each byte in which they differ. */
+static void sort_by_use(uint64_t *pairs, uint64_t *spare, uint32_t count)
 {
-    for (unsigned shift = 0; shift < 32; shift += 16) {
-        memset(counts, 0, 65537 * sizeof(*counts));
+    uint64_t *from = pairs;
+    uint64_t *to = spare;
+    for (unsigned shift = 32; shift < 64; shift += 8) {
+        uint32_t starts[257] = { 0 };
         for (uint32_t i = 0; i < count; i++) {
-            counts[(entry_of(index, order[i])->last_use >> shift & 0xffff) + 1]++;
+            starts[(from[i] >> shift & 0xff) + 1]++;
         }
-        for (uint32_t i = 0; i < 65536; i++) {
-            counts[i + 1] += counts[i];
+        if (count == 0 || starts[(from[0] >> shift & 0xff) + 1] == count) {
+            continue;
+        }
+        for (uint32_t i = 0; i < 256; i++) {
+            starts[i + 1] += starts[i];
         }
         for (uint32_t i = 0; i < count; i++) {
-            spare[counts[entry_of(index, order[i])->last_use >> shift & 0xffff]++] = order[i];
+            to[starts[from[i] >> shift & 0xff]++] = from[i];
         }
-        memcpy(order, spare, (size_t)count * sizeof(*order));
+        uint64_t *swap = from;
+        from = to;
+        to = swap;
+    }
+    if (from != pairs) {
+        memcpy(pairs, from, (size_t)count * sizeof(*pairs));
     }
 }
 
@@ -488,7 +627,7 @@ static void sort_by_use(const struct kvdev_index *index, uint32_t *order, uint32
 static void load_live(struct kvdev_index *index, uint32_t slot)
 {
     struct kvdev_entry *entry = entry_of(index, slot);
-    uint32_t hash = hash_key(entry->key);
+    uint64_t hash = hash_key(entry->key);
     uint32_t rival = find(index, entry->key, hash);
     uint32_t loser = NONE;
     if (rival != NONE) {
@@ -497,8 +636,11 @@ static void load_live(struct kvdev_index *index, uint32_t slot)
     }
     set_state(index, slot, SLOT_LIVE);
     index->flags[slot] |= FLAG_ON_MEDIA;
+    if (loser == rival && rival != NONE) {
+        hash_delete(index, hash, rival);
+    }
     if (loser != slot) {
-        hash_insert(index, entry->key, hash, slot);
+        hash_insert(index, hash, slot);
     }
     if (loser != NONE) {
         struct kvdev_entry *gone = entry_of(index, loser);
@@ -508,52 +650,62 @@ static void load_live(struct kvdev_index *index, uint32_t slot)
     }
 }
 
+/* Insert every live entry, in slot order, with the lines of the ones ahead on their way. */
+static void load_hash(struct kvdev_index *index)
+{
+    uint32_t ahead = 0;
+    for (uint32_t slot = 0; slot < index->slot_count; slot++) {
+        for (; ahead < index->slot_count && ahead <= slot + LOOKAHEAD; ahead++) {
+            const struct kvdev_entry *entry = entry_of(index, ahead);
+            if (entry->state == 1) {
+                __builtin_prefetch(&index->lines[home_of(index, hash_key(entry->key))], 1);
+            }
+        }
+        if (entry_of(index, slot)->state == 1) {
+            load_live(index, slot);
+        }
+    }
+}
+
 int kvdev_index_load(struct kvdev_index *index)
 {
-    uint32_t *order = malloc((size_t)index->slot_count * 2 * sizeof(*order));
-    uint32_t *counts = malloc(65537 * sizeof(*counts));
+    uint64_t *pairs = malloc((size_t)index->slot_count * sizeof(*pairs));
     uint32_t live = 0;
-    if (order == NULL || counts == NULL) {
-        free(order);
-        free(counts);
+    if (pairs == NULL) {
         return -ENOMEM;
     }
-    memset(index->buckets, 0, (size_t)index->bucket_count * sizeof(*index->buckets));
+    memset(index->lines, 0, (size_t)index->line_count * sizeof(*index->lines));
     memset(index->flags, 0, index->slot_count);
     memset(index->state_count, 0, sizeof(index->state_count));
     index->state_count[SLOT_FREE] = index->slot_count;
     index->newest = index->oldest = index->free_head = index->free_tail = NONE;
     index->pending_count = index->duplicate_count = index->clock = 0;
+    load_hash(index);
     for (uint32_t slot = 0; slot < index->slot_count; slot++) {
-        if (entry_of(index, slot)->state == 1) {
-            load_live(index, slot);
+        if (state_of(index, slot) == SLOT_LIVE) {
+            uint32_t last_use = entry_of(index, slot)->last_use;
+            pairs[live++] = (uint64_t)last_use << 32 | slot;
+            index->clock = last_use > index->clock ? last_use : index->clock;
         }
     }
+    /* The links hold nothing yet: they are the sort's other array. */
+    sort_by_use(pairs, (uint64_t *)(void *)index->links, live);
     for (uint32_t slot = 0; slot < index->slot_count; slot++) {
-        uint32_t last_use = entry_of(index, slot)->last_use;
-        switch (state_of(index, slot)) {
-        case SLOT_LIVE:
-            order[live++] = slot;
-            index->clock = last_use > index->clock ? last_use : index->clock;
-            break;
-        case SLOT_LEAVING:
+        if (state_of(index, slot) == SLOT_FREE) {
+            free_push(index, slot);
+        } else if (state_of(index, slot) == SLOT_LEAVING) {
             if (pending_has_room(index, 1)) {
                 due(index, slot);
             } else {
                 set_state(index, slot, SLOT_QUARANTINED); /* found again at the next load */
             }
-            break;
-        default:
-            free_push(index, slot);
-            break;
         }
     }
-    sort_by_use(index, order, order + index->slot_count, live, counts);
     for (uint32_t i = 0; i < live; i++) {
-        use_push(index, order[i]);
+        __builtin_prefetch(&index->links[(uint32_t)pairs[i + LOOKAHEAD < live ? i + LOOKAHEAD : i]], 1);
+        use_push(index, (uint32_t)pairs[i]);
     }
-    free(order);
-    free(counts);
+    free(pairs);
     return 0;
 }
 
@@ -582,39 +734,45 @@ void kvdev_index_stat(const struct kvdev_index *index, struct kvdev_index_stat *
 
 /* --- batches ------------------------------------------------------------------------------- */
 
-/* Slots of up to LOOKAHEAD keys; the cache misses of the whole group overlap. */
+/* Slots of up to GROUP keys. Three steps run behind one another, LOOKAHEAD keys apart: fetch a key's
+ * line; look into it and fetch the entry it names; compare. So the misses of many keys overlap. */
 static void find_group(const struct kvdev_index *index, const uint8_t *keys, uint32_t count, uint32_t *slots)
 {
-    uint32_t hashes[LOOKAHEAD];
-    for (uint32_t i = 0; i < count; i++) {
-        hashes[i] = hash_key(keys + (size_t)i * 32);
-        __builtin_prefetch(&index->buckets[home_of(index, hashes[i])]);
-    }
-    for (uint32_t i = 0; i < count; i++) {
-        uint64_t bucket = index->buckets[home_of(index, hashes[i])];
-        if (bucket != 0) {
-            __builtin_prefetch(entry_of(index, (uint32_t)bucket - 1));
+    uint64_t hashes[GROUP];
+    for (uint32_t i = 0; i < count + 2 * LOOKAHEAD; i++) {
+        if (i < count) {
+            hashes[i] = hash_key(keys + (size_t)i * 32);
+            __builtin_prefetch(&index->lines[home_of(index, hashes[i])]);
         }
-    }
-    for (uint32_t i = 0; i < count; i++) {
-        slots[i] = find(index, keys + (size_t)i * 32, hashes[i]);
+        uint32_t middle = i - LOOKAHEAD; /* wraps far above count */
+        if (middle < count) {
+            slots[middle] = first_candidate(index, hashes[middle]);
+        }
+        uint32_t last = i - 2 * LOOKAHEAD;
+        if (last < count) {
+            const uint8_t *key = keys + (size_t)last * 32;
+            uint32_t slot = slots[last];
+            if (slot == UNSURE || (slot != NONE && !keys_equal(entry_of(index, slot)->key, key))) {
+                slots[last] = find(index, key, hashes[last]);
+            }
+        }
     }
 }
 
 static uint32_t group_size(uint32_t left)
 {
-    return left < LOOKAHEAD ? left : LOOKAHEAD;
+    return left < GROUP ? left : GROUP;
 }
 
 uint32_t kvdev_index_lookup(struct kvdev_index *index, const uint8_t *keys, uint32_t count, int touch,
                             struct kvdev_grant *grants)
 {
-    uint32_t slots[LOOKAHEAD];
+    uint32_t slots[GROUP];
     uint32_t hits = 0;
     if (touch) {
         index->clock++;
     }
-    for (uint32_t done = 0; done < count; done += LOOKAHEAD) {
+    for (uint32_t done = 0; done < count; done += GROUP) {
         uint32_t group = group_size(count - done);
         find_group(index, keys + (size_t)done * 32, group, slots);
         for (uint32_t i = 0; i < group; i++) {
@@ -646,9 +804,9 @@ uint32_t kvdev_index_lookup(struct kvdev_index *index, const uint8_t *keys, uint
 uint32_t kvdev_index_contains(const struct kvdev_index *index, const uint8_t *keys, uint32_t count,
                               uint8_t *found)
 {
-    uint32_t slots[LOOKAHEAD];
+    uint32_t slots[GROUP];
     uint32_t hits = 0;
-    for (uint32_t done = 0; done < count; done += LOOKAHEAD) {
+    for (uint32_t done = 0; done < count; done += GROUP) {
         uint32_t group = group_size(count - done);
         find_group(index, keys + (size_t)done * 32, group, slots);
         for (uint32_t i = 0; i < group; i++) {
@@ -661,8 +819,8 @@ uint32_t kvdev_index_contains(const struct kvdev_index *index, const uint8_t *ke
 
 uint32_t kvdev_index_prefix(const struct kvdev_index *index, const uint8_t *keys, uint32_t count)
 {
-    uint32_t slots[LOOKAHEAD];
-    for (uint32_t done = 0; done < count; done += LOOKAHEAD) {
+    uint32_t slots[GROUP];
+    for (uint32_t done = 0; done < count; done += GROUP) {
         uint32_t group = group_size(count - done);
         find_group(index, keys + (size_t)done * 32, group, slots);
         for (uint32_t i = 0; i < group; i++) {
@@ -683,7 +841,7 @@ uint32_t kvdev_index_find_duplicate(const uint8_t *keys, uint32_t count, uint32_
     memset(scratch, 0, (size_t)room * sizeof(*scratch));
     for (uint32_t i = 0; i < count; i++) {
         const uint8_t *key = keys + (size_t)i * 32;
-        uint32_t place = hash_key(key) & (room - 1);
+        uint32_t place = (uint32_t)hash_key(key) & (room - 1);
         while (scratch[place] != 0) {
             if (memcmp(keys + (size_t)(scratch[place] - 1) * 32, key, 32) == 0) {
                 return i;
@@ -721,7 +879,7 @@ static int grant_is_in(const struct kvdev_index *index, const struct kvdev_grant
 static void store_entry(struct kvdev_index *index, const uint8_t *key, struct kvdev_grant *grant,
                         uint32_t crc32c)
 {
-    uint32_t hash = hash_key(key);
+    uint64_t hash = hash_key(key);
     uint32_t older = find(index, key, hash);
     uint32_t slot = grant->slot_index;
     struct kvdev_entry *entry = entry_of(index, slot);
@@ -742,7 +900,7 @@ static void store_entry(struct kvdev_index *index, const uint8_t *key, struct kv
         .slot_index = slot,
     };
     memcpy(entry->key, key, sizeof(entry->key));
-    hash_insert(index, key, hash, slot);
+    hash_insert(index, hash, slot);
     use_push(index, slot);
 }
 
@@ -857,7 +1015,7 @@ uint32_t kvdev_index_collect(struct kvdev_index *index, struct kvdev_entry *reco
         }
         index->flags[slot] = (uint8_t)((index->flags[slot] & ~FLAG_DUE) | FLAG_ON_MEDIA);
         records[count++] = *entry_of(index, slot);
-        index->block_dirty[slot / index->per_block] = 1;
+        index->block_dirty[block_of(index, slot)] = 1;
     }
     memmove(index->pending, index->pending + i, (index->pending_count - i) * sizeof(*index->pending));
     index->pending_count -= i;

@@ -1,0 +1,137 @@
+"""The page index against a dict: every answer of every batch, at sizes where lines of the hash overflow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvdev.block.device import aligned_buffer
+from kvdev.native import index as native
+from kvdev.native.index import SLOT_NONE, PageIndex, Table, format_table, table_block_count
+
+UUID = bytes(range(16))
+KEYS = np.random.default_rng(7).integers(0, 256, (30_001, 32), dtype=np.uint8)
+
+
+def make_index(slot_count: int, *, block_bytes: int = 512, pending_limit: int | None = None) -> PageIndex:
+    block_count = table_block_count(block_bytes, slot_count)
+    image = aligned_buffer(block_count * block_bytes)
+    format_table(
+        block_bytes=block_bytes,
+        first_block=0,
+        block_count=block_count,
+        slot_count=slot_count,
+        uuid=UUID,
+        out=image,
+    )
+    table = Table(image, block_bytes=block_bytes, slot_count=slot_count, uuid=UUID)
+    index = PageIndex(table, pending_limit=pending_limit or 8 * slot_count, next_generation=1)
+    index.load()
+    return index
+
+
+def store(index: PageIndex, numbers: list[int]) -> None:
+    keys = KEYS[numbers]
+    grants = index.reserve(len(numbers), 4096)
+    assert grants is not None
+    crc = np.array(numbers, dtype=np.uint32)
+    assert index.commit(keys, grants, crc, np.zeros(len(numbers), dtype=np.uint8)).all()
+
+
+@pytest.mark.parametrize("block_bytes", [512, 4096])
+@pytest.mark.parametrize("slot_count", [1, 2, 7, 64, 701])
+def test_random_calls_when_compared_with_a_dict_agree(slot_count: int, block_bytes: int, seed: int) -> None:
+    rng = np.random.default_rng([seed, slot_count])
+    index = make_index(slot_count, block_bytes=block_bytes)
+    live: dict[int, int] = {}
+    universe = 2 * slot_count + 2
+    for _ in range(150):
+        size = int(rng.integers(1, max(2, slot_count)))
+        numbers = rng.choice(universe, size=min(size, universe), replace=False).tolist()
+        kind = rng.integers(0, 4)
+        if kind == 0:
+            fitting = numbers[: index.stat().free_count]
+            if fitting:
+                store(index, fitting)
+                live.update({number: number for number in fitting})
+        elif kind == 1:
+            done = index.remove(np.ascontiguousarray(KEYS[numbers]))
+            assert done.tolist() == [number in live for number in numbers]
+            for number in numbers:
+                live.pop(number, None)
+        elif kind == 2:
+            index.evict(max(1, size // 4))
+            there = index.contains(KEYS[:universe])
+            live = {number: number for number in live if there[number]}
+        else:
+            records = index.collect()
+            index.settle(records)
+            # What media hold now gives the same index.
+            index.load()
+        assert index.contains(KEYS[:universe]).tolist() == [number in live for number in range(universe)]
+        grants = index.lookup(KEYS[:universe], touch=bool(rng.integers(0, 2)))
+        found = grants["slot_index"] != SLOT_NONE
+        assert (grants["checksum"][found].astype(np.uint32) == np.flatnonzero(found)).all()
+        stat = index.stat()
+        assert stat.live_count == len(live)
+        assert stat.live_count + stat.free_count + stat.leaving_count == slot_count
+
+
+def test_full_table_when_every_line_is_busy_finds_all_and_nothing_else() -> None:
+    count = 20_000
+    index = make_index(count, block_bytes=4096)
+    for start in range(0, count, 1000):
+        store(index, list(range(start, start + 1000)))
+    assert index.stat().free_count == 0
+    assert index.contains(KEYS[:count]).all()
+    assert not index.contains(KEYS[count:]).any()
+    removed = np.ascontiguousarray(KEYS[:count:2])
+    assert index.remove(removed).all()
+    assert index.contains(KEYS).tolist() == [
+        number < count and number % 2 == 1 for number in range(len(KEYS))
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 1, 8191, 8192, 16_384, 19_999])
+def test_shared_batches_when_of_any_size_answer_as_one_thread(count: int) -> None:
+    index = make_index(20_000, block_bytes=4096)
+    for start in range(0, 20_000, 1000):
+        store(index, list(range(start, start + 1000)))
+    keys = KEYS[:count]
+    for threads in (1, 2, 3):  # whatever this machine has, all shares are tried
+        index._probe_threads = threads
+        index._probers = None
+        assert index.contains(keys).all()
+        assert index.longest_prefix(keys) == count
+        for gap in {0, 1, count // 3, count // 2, count - 1} & set(range(count)):
+            broken = keys.copy()
+            broken[gap] = KEYS[30_000]
+            assert index.longest_prefix(broken) == gap
+            assert np.flatnonzero(~index.contains(broken)).tolist() == [gap]
+
+
+def test_load_when_last_use_is_in_no_order_evicts_the_oldest_first(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count = 5000
+    index = make_index(count, block_bytes=4096, pending_limit=2 * count)
+    for start in range(0, count, 1000):
+        store(index, list(range(start, start + 1000)))
+    index.settle(index.collect())
+    per_block = native.entries_per_block(4096)
+    uses = rng.integers(0, 1 << 32, count, dtype=np.uint32)
+    blocks = index.table.image.reshape(-1, 4096)
+    for slot in range(count):
+        place = 64 + slot % per_block * 64 + 52
+        blocks[slot // per_block, place : place + 4] = uses[slot : slot + 1].view(np.uint8)
+    index.load()
+    slots = index.lookup(KEYS[:count], touch=False)["slot_index"]
+    order = np.argsort(uses[slots], kind="stable")
+    index.evict(700)
+    gone = np.flatnonzero(~index.contains(KEYS[:count]))
+    assert set(gone.tolist()) == set(order[:700].tolist())
+
+
+def test_memory_when_namespace_is_large_stays_under_100_bytes_a_page() -> None:
+    count = 1_000_000
+    index = make_index(count, block_bytes=4096, pending_limit=(1 << 20) // 16)
+    assert (index.stat().memory_bytes + index.table.image.nbytes) / count < 100
