@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvdev.clock import Deadline
 from kvdev.errors import (
+    CapacityError,
     CommandError,
     ConnectionLostError,
     DeadlineError,
@@ -205,6 +206,9 @@ def error_of(*, error: int, status: int, opcode: int, slba: int, uri: str) -> Kv
     if number in (errno.ETIMEDOUT, errno.ECANCELED):
         operation = _OPCODE_NAMES.get(opcode, f"opcode 0x{opcode:02x}")
         return DeadlineError(f"{where}: no completion in time", operation=operation, trid=uri)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        # A sparse file, or a thin device, whose file system or pool is full.
+        return CapacityError(f"{where}: {os.strerror(number)}; what is under the device is full")
     return TransportError(f"{where}: {os.strerror(number)}", errno=number, trid=uri)
 
 

@@ -1,7 +1,8 @@
-"""Locks of one host: who owns a KV namespace, who changes a volume.
+"""Locks of one host: who owns a KV namespace, who changes a volume, who uses the devices under them.
 
 An open-file-description lock on a file in a per-user folder, named after the UUID and holding the
 owner's pid; on file members a lock on the file itself too, so that another user is excluded as well.
+Whoever holds one also shares the devices; making a volume takes them for itself alone.
 Not here: fencing of other hosts.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import stat
 import struct
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from kvdev.block.device import BlockDevice
 from kvdev.block.file import FileDevice
+from kvdev.block.memory import MemoryDevice
 from kvdev.errors import UsageError
 
 _FLOCK = struct.Struct("hhqqi4x")
@@ -47,7 +50,53 @@ def runtime_folder() -> Path:
     return folder
 
 
-class OwnerLock:
+class _Locks:
+    """Lock files and bytes of member files, held until ``release``."""
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+        self._member_locks: list[tuple[int, int, int]] = []
+
+    def _lock_file(self, what: str, key: str, *, kind: int, verb: str) -> None:
+        path = runtime_folder() / f"{key}.lock"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as failure:
+            raise UsageError(f"lock {path}: {os.strerror(failure.errno or 0)}") from failure
+        try:
+            if not _try_lock(fd, kind, 0):
+                text = os.read(fd, 32).decode(errors="replace").strip()
+                pid = int(text) if text.isdigit() else 0
+                raise LockHeldError(f"{what}: is {verb} process {pid or 'unknown'} of this host", pid=pid)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as failure:
+            os.close(fd)
+            if isinstance(failure, UsageError):
+                raise
+            raise UsageError(f"lock {path}: {os.strerror(failure.errno or 0)}") from failure
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fds.append(fd)
+
+    def _lock_member(self, what: str, member: FileDevice, offset: int, size_bytes: int = 1) -> None:
+        kind = fcntl.F_RDLCK if member.is_read_only else fcntl.F_WRLCK
+        if not _try_lock(member.fd, kind, offset, size_bytes):
+            raise LockHeldError(f"{what}: {member.uri} is locked by another process of this host", pid=0)
+        self._member_locks.append((member.fd, offset, size_bytes))
+
+    def release(self) -> None:
+        """Give the locks back; twice does nothing."""
+        for fd, offset, size_bytes in self._member_locks:
+            _try_lock(fd, fcntl.F_UNLCK, offset, size_bytes)
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._member_locks.clear()
+
+
+class OwnerLock(_Locks):
     """Holds the locks of one thing from construction until ``release``."""
 
     def __init__(self, what: str, key: str, *, members: Sequence[BlockDevice] = (), byte: int = 0) -> None:
@@ -58,46 +107,50 @@ class OwnerLock:
             key: its UUID, names the lock file.
             byte: which of a member file's lock bytes stands for it.
         """
-        self._fds: list[int] = []
-        self._member_locks: list[tuple[int, int]] = []
-        path = runtime_folder() / f"{key}.lock"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        super().__init__()
         try:
-            if not _try_lock(fd, fcntl.F_WRLCK, 0):
-                text = os.read(fd, 32).decode(errors="replace").strip()
-                pid = int(text) if text.isdigit() else 0
-                raise LockHeldError(f"{what}: is owned by process {pid or 'unknown'} of this host", pid=pid)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-            self._fds.append(fd)
+            self._lock_file(what, key, kind=fcntl.F_WRLCK, verb="owned by")
             for member in members:
                 if isinstance(member, FileDevice):
                     self._lock_member(what, member, MEMBER_LOCK_OFFSET + byte)
+                elif not isinstance(member, MemoryDevice):
+                    self._lock_file(member.uri, device_key(member), kind=fcntl.F_RDLCK, verb="in use by")
         except BaseException:
-            if fd not in self._fds:
-                os.close(fd)
             self.release()
             raise
 
-    def _lock_member(self, what: str, member: FileDevice, offset: int) -> None:
-        kind = fcntl.F_RDLCK if member.is_read_only else fcntl.F_WRLCK
-        if not _try_lock(member.fd, kind, offset):
-            raise LockHeldError(f"{what}: {member.uri} is locked by another process of this host", pid=0)
-        self._member_locks.append((member.fd, offset))
 
-    def release(self) -> None:
-        """Give the locks back; twice does nothing."""
-        for fd, offset in self._member_locks:
-            _try_lock(fd, fcntl.F_UNLCK, offset)
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
-        self._member_locks.clear()
+class DevicesLock(_Locks):
+    """Devices for oneself alone: nobody on this host owns a KV namespace on them, or changes their volume."""
+
+    def __init__(self, devices: Sequence[BlockDevice], *, byte_count: int) -> None:
+        """Take them, or raise LockHeldError naming device and holder.
+
+        Args:
+            byte_count: how many lock bytes of a member file stand for something.
+        """
+        super().__init__()
+        try:
+            for device in devices:
+                if isinstance(device, FileDevice):
+                    self._lock_member("volume", device, MEMBER_LOCK_OFFSET, byte_count)
+                elif not isinstance(device, MemoryDevice):  # nobody else has that memory
+                    self._lock_file(device.uri, device_key(device), kind=fcntl.F_WRLCK, verb="in use by")
+        except BaseException:
+            self.release()
+            raise
 
 
-def _try_lock(fd: int, kind: int, offset: int) -> bool:
+def device_key(device: BlockDevice) -> str:
+    """Names a device's lock file: the same whichever path leads to it, when the device has an identifier."""
+    identity = device.identity
+    mark = identity.nguid or identity.uuid or identity.eui64 or device.uri.encode()
+    return f"device-{hashlib.sha256(mark).hexdigest()[:32]}"
+
+
+def _try_lock(fd: int, kind: int, offset: int, size_bytes: int = 1) -> bool:
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, size_bytes, 0))
     except OSError as refusal:
         if refusal.errno in (errno.EAGAIN, errno.EACCES):
             return False

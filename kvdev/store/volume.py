@@ -33,7 +33,7 @@ from kvdev.store.label import (
     identity_of_kind,
     parse_label,
 )
-from kvdev.store.lock import OwnerLock
+from kvdev.store.lock import DevicesLock, OwnerLock
 from kvdev.store.media import NAME_BYTES, STRUCTURE_BYTES, UNIT_BYTES
 from kvdev.store.namespace import KvNamespace, Mode
 from kvdev.store.page_io import PageIo, page_io_of
@@ -119,32 +119,13 @@ class Volume:
         unknown = sorted(destroy - {member.uri for member in members})
         if unknown:
             raise UsageError(f"destroy: {unknown[0]}: expected one of the members, which it is not")
-        _check_unused(members, destroy, deadline)
-
-        infos = tuple(MemberInfo.of(member) for member in members)
-        for member in members:
-            if member.uri in destroy:
-                wipe(member, deadline)
-            # The whole place of label and superblock copies: nothing old may look like one of them.
-            write_blocks(member, 0, bytes(4 * UNIT_BYTES), deadline)
-        for index, member in enumerate(members):
-            label = Label(
-                volume_uuid=superblock.volume_uuid,
-                volume_name=name,
-                sequence=1,
-                member_index=index,
-                block_size_bytes=stripe.block_size_bytes,
-                strip_size_bytes=strip_size_bytes,
-                row_count=row_count,
-                members=infos,
-            )
-            write_blocks(member, 0, build_label(label), deadline)
-            flush(member, deadline)
-        io = VolumeIo(stripe, strip_size_bytes=strip_size_bytes)
-        for copy_index, slba in enumerate(superblock_slbas(superblock)):
-            # One after the other: a crash never finds both half written.
-            data = build_superblock(superblock, copy_index=copy_index)
-            io.flush(io.write(slba, data, deadline), deadline)
+        # Two that make volumes at once, or one over a volume in use, would write into each other's.
+        lock = DevicesLock(members, byte_count=VOLUME_LOCK_BYTE + 1 + RECORD_COUNT)
+        try:
+            _check_unused(members, destroy, deadline)
+            io = _write_volume(stripe, superblock, destroy, deadline)
+        finally:
+            lock.release()
         return cls(io, superblock, members)
 
     # --- open --------------------------------------------------------------------------------
@@ -277,7 +258,7 @@ class Volume:
                     f"got {quota_bytes} bytes"
                 )
         plan = self.plan(geometry, quota_pages=quota_pages, journal_block_count=journal_block_count)
-        lock = self._lock_volume()
+        lock = self._lock_volume(deadline)
         try:
             infos = self.namespaces(deadline=deadline)
             if any(info.name == name for info in infos):
@@ -407,6 +388,8 @@ class Volume:
         index = info.record.record_index
         lock = self._lock_namespace(info.record) if mode == "owner" else None
         try:
+            if lock is not None:
+                self._check_still_there(info.record, what, deadline)
             return KvNamespace(
                 self.io, self.directory, index, what=what, mode=mode, lock=lock, deadline=deadline
             )
@@ -421,7 +404,7 @@ class Volume:
 
     def delete_namespace(self, name: str, *, deadline: Deadline) -> None:
         """Remove a KV namespace and free its extent; refused while it has an owner on this host."""
-        volume_lock = self._lock_volume()
+        volume_lock = self._lock_volume(deadline)
         try:
             record = self.namespace(name, deadline=deadline).record
             lock = self._lock_namespace(record)
@@ -437,10 +420,31 @@ class Volume:
         finally:
             volume_lock.release()
 
-    def _lock_volume(self) -> OwnerLock:
-        return OwnerLock(
+    def _check_still_there(self, record: Record, what: str, deadline: Deadline) -> None:
+        """What was read before the lock may have been deleted, and its place or devices given to another."""
+        self._check_still_ours(deadline)
+        current = self.directory.read(record.record_index, deadline).record
+        if current is not None and (not current.is_live or current.namespace_uuid != record.namespace_uuid):
+            raise UsageError(f"{what}: was deleted meanwhile; open the volume anew")
+
+    def _check_still_ours(self, deadline: Deadline) -> None:
+        label = read_label(self.members[0], deadline)
+        if label.volume_uuid != self.uuid:
+            raise UsageError(
+                f"{self.members[0].uri}: expected volume {self.name!r} ({self.uuid.hex()}), got "
+                f"{label.volume_name!r} ({label.volume_uuid.hex()}): it was made anew meanwhile"
+            )
+
+    def _lock_volume(self, deadline: Deadline) -> OwnerLock:
+        lock = OwnerLock(
             f"volume {self.name}", f"volume-{self.uuid.hex()}", members=self.members, byte=VOLUME_LOCK_BYTE
         )
+        try:
+            self._check_still_ours(deadline)
+        except BaseException:
+            lock.release()
+            raise
+        return lock
 
     def _lock_namespace(self, record: Record) -> OwnerLock:
         return OwnerLock(
@@ -559,6 +563,37 @@ def superblock_slbas(superblock: Superblock | Label) -> tuple[int, int]:
     if superblock.member_count == 1:
         return unit_blocks, 2 * unit_blocks
     return unit_blocks, superblock.strip_size_bytes // superblock.block_size_bytes + unit_blocks
+
+
+def _write_volume(
+    stripe: StripeDevice, superblock: Superblock, destroy: frozenset[str], deadline: Deadline
+) -> VolumeIo:
+    """Labels, then the superblock copies: a volume is there when the first of these is."""
+    infos = tuple(MemberInfo.of(member) for member in stripe.members)
+    for member in stripe.members:
+        if member.uri in destroy:
+            wipe(member, deadline)
+        # The whole place of label and superblock copies: nothing old may look like one of them.
+        write_blocks(member, 0, bytes(4 * UNIT_BYTES), deadline)
+    for index, member in enumerate(stripe.members):
+        label = Label(
+            volume_uuid=superblock.volume_uuid,
+            volume_name=superblock.volume_name,
+            sequence=1,
+            member_index=index,
+            block_size_bytes=superblock.block_size_bytes,
+            strip_size_bytes=superblock.strip_size_bytes,
+            row_count=superblock.row_count,
+            members=infos,
+        )
+        write_blocks(member, 0, build_label(label), deadline)
+        flush(member, deadline)
+    io = VolumeIo(stripe, strip_size_bytes=superblock.strip_size_bytes)
+    for copy_index, slba in enumerate(superblock_slbas(superblock)):
+        # One after the other: a crash never finds both half written.
+        data = build_superblock(superblock, copy_index=copy_index)
+        io.flush(io.write(slba, data, deadline), deadline)
+    return io
 
 
 def _check_unused(members: Sequence[BlockDevice], destroy: frozenset[str], deadline: Deadline) -> None:

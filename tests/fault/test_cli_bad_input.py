@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from kvdev.clock import Deadline
+from kvdev.initiator.host import HostIdentity
+from kvdev.initiator.options import IO_QUEUE_COUNT_MAX
+from kvdev.session import Session
 from kvdev_tools.main import run
 from kvdev_tools.rig import Rig, running_rig
 from kvdev_tools.trace import generate_trace
@@ -173,6 +177,26 @@ def test_volume_create_refuses_what_holds_other_data_unless_named(
     refused(capsys, 2, create, str(members[0]), "kvdev volume", "--destroy")
 
 
+def test_volume_create_over_one_in_use_on_a_target_is_refused(
+    rig: tuple[Rig, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, uri = rig
+    volume, members = f"vol+{uri}", [f"{uri}?nsid={nsid}" for nsid in (1, 2)]
+    destroy = [part for member in members for part in ("--destroy", member)]
+    create = ["volume", "create", "vol:" + ",".join(members), "--name", "pool", *HOST, *destroy]
+    assert run(create) == 0
+    assert run(["namespace", "create", f"{volume}#kv", *TINY, "--quota-pages", "8", *HOST]) == 0
+    with Session(host=HostIdentity.of(HOST_NQN)) as session:
+        limit = Deadline.after(30)
+        owner = session.open_volume(volume, deadline=limit).open_namespace("kv", deadline=limit)
+        capsys.readouterr()
+        refused(capsys, 2, create, f"{uri}?nsid=1", "in use by process")
+        owner.close(deadline=limit)
+    assert run(["namespace", "show", f"{volume}#kv", *HOST]) == 0
+    assert run(create) == 0
+    capsys.readouterr()
+
+
 def test_one_member_is_allowed_and_a_missing_or_foreign_one_is_named(
     members: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +294,7 @@ def test_namespace_names_are_checked(members: list[Path], capsys: pytest.Capture
         (["--capacity", "1KiB", "--geometry", "small"], ["capacity", "64 KiB", "1 KiB"]),
         (["--arena", "1KiB"], ["arena", "1 MiB", "1 KiB"]),
         (["--members", "0"], ["members", "0"]),
+        (["--io-queues", str(IO_QUEUE_COUNT_MAX + 1)], ["io-queues", "17"]),
         (["--trace", "/nonexistent/trace.jsonl"], ["trace", "/nonexistent/trace.jsonl"]),
         (["--trace", "/dev/zero"], ["trace", "/dev/zero", "regular file"]),
         (["--requests", "10000000000"], ["requests", "10000000000"]),

@@ -13,6 +13,8 @@ from kvdev_tools.connect import host_options, timeout_option
 from kvdev_tools.geometry_options import DEFAULT_PRESET, choose_geometry, geometry_options
 from kvdev_tools.output import emit, json_option
 
+IO_QUEUE_COUNT_MAX = 16
+"""``kvdev.initiator.options`` has the same; a test compares them, so that the help needs no initiator."""
 REQUEST_COUNT_MAX = 1_000_000
 """The plan goes through all requests before anything starts; this many take it about a minute."""
 
@@ -38,7 +40,13 @@ REQUEST_COUNT_MAX = 1_000_000
 @click.option("--files", metavar="DIR", help="Keep the embedded namespaces in files there, not in memory.")
 @click.option("--kill-halfway", is_flag=True, help="Kill the client half way; a new one goes on.")
 @click.option("--arena", "arena_size", metavar="SIZE", help="Staging memory of the client  [default: 64MiB]")
-@click.option("--io-queues", type=click.IntRange(1, 128), default=1, show_default=True, help="Per subsystem.")
+@click.option(
+    "--io-queues",
+    type=click.IntRange(1, IO_QUEUE_COUNT_MAX),
+    default=1,
+    show_default=True,
+    help="Per subsystem.",
+)
 @host_options
 @timeout_option
 @json_option

@@ -57,6 +57,7 @@ _REMEDIES = {
     errno.EMFILE: "raise `ulimit -n`",
     errno.ENFILE: "raise fs.file-max",
 }
+_SHORT_OF = {errno.ENOMEM: "memory", errno.EMFILE: "descriptors", errno.ENFILE: "descriptors"}
 _CHAIN_LENGTH_MAX = 16
 
 
@@ -72,7 +73,7 @@ def shortage_of(error: BaseException) -> str | None:
         if isinstance(link, MemoryError):
             return f"memory: {str(link) or 'none left'}; {_REMEDIES[errno.ENOMEM]}"
         if isinstance(link, OSError) and link.errno in _REMEDIES:
-            where = link.filename or "standard output, or a file of its own"
+            where = link.filename or _SHORT_OF.get(link.errno, "output")
             return f"{where}: {os.strerror(link.errno)}; {_REMEDIES[link.errno]}"
         if isinstance(link, RuntimeError) and "start new thread" in str(link):
             return "threads: none can be started; free some memory, or raise `ulimit -u`"

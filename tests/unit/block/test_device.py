@@ -21,6 +21,7 @@ from kvdev.block.local import LocalQueue
 from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
 from kvdev.errors import (
+    CapacityError,
     CommandError,
     ConnectionLostError,
     DeadlineError,
@@ -94,6 +95,8 @@ def test_failed_command_when_executed_raises_its_status_and_marks_the_group() ->
         (errno.ENOTCONN, ConnectionLostError),
         (errno.ETIMEDOUT, DeadlineError),
         (errno.EIO, TransportError),
+        (errno.ENOSPC, CapacityError),
+        (errno.EDQUOT, CapacityError),
     ],
 )
 def test_error_of_a_completion_is_the_class_a_caller_acts_on(error: int, kind: type[Exception]) -> None:

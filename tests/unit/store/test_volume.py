@@ -17,6 +17,7 @@ from kvdev.clock import Deadline
 from kvdev.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.native.io import OPCODE_WRITE
+from kvdev.store.lock import DevicesLock, LockHeldError, OwnerLock
 from kvdev.store.page_store import PageStore
 from kvdev.store.volume import Volume
 
@@ -425,3 +426,81 @@ def test_owner_of_another_user_when_it_holds_the_files_is_noticed(
     with pytest.raises(UsageError, match=r"v#kv: file:.*/m is locked by another process"):
         Volume.open([FileDevice(path)], deadline=soon()).open_namespace("kv", deadline=soon())
     owner.close()
+
+
+# --- more than one process at work -------------------------------------------------------------
+
+
+def files(folder: Path, count: int) -> list[FileDevice]:
+    paths = [folder / f"m{index}" for index in range(count)]
+    for path in paths:
+        with path.open("ab") as file:
+            file.truncate(2 * MIB)
+    return [FileDevice(path) for path in paths]
+
+
+def test_volume_over_one_in_use_when_made_is_refused_even_with_destroy(tmp_path: Path) -> None:
+    volume = create(files(tmp_path, 2))
+    volume.create_namespace("kv", GEOMETRY, quota_pages=8, deadline=soon())
+    owner = volume.open_namespace("kv", deadline=soon())
+    before = [(tmp_path / name).read_bytes() for name in ("m0", "m1")]
+    again = files(tmp_path, 2)[::-1]
+    with pytest.raises(LockHeldError, match="m1 is locked by another process"):
+        create(again, destroy=frozenset(member.uri for member in again))
+    assert [(tmp_path / name).read_bytes() for name in ("m0", "m1")] == before
+    owner.close(deadline=soon())
+    create(again, destroy=frozenset(member.uri for member in again))
+
+
+def test_devices_by_identifier_when_in_use_are_not_given_to_another() -> None:
+    """As namespaces of a target are: no file to lock, another URI on another path."""
+    device = StripeDevice(devices(2), strip_size_bytes=16384, uri="tcp:one")
+    same = StripeDevice(devices(2), strip_size_bytes=16384, uri="tcp:two")
+    other = StripeDevice(devices(2, prefix="e"), strip_size_bytes=16384, uri="tcp:three")
+    device.identity = same.identity = DeviceIdentity(nguid=b"7" * 16)
+    first = OwnerLock("kv", "namespace-unit-1", members=[device])
+    second = OwnerLock("other kv", "namespace-unit-2", members=[same])
+    with pytest.raises(LockHeldError, match=r"tcp:two: is in use by process \d+ of this host"):
+        DevicesLock([other, same], byte_count=1)
+    DevicesLock([other], byte_count=1).release()
+    first.release()
+    second.release()
+    alone = DevicesLock([same], byte_count=1)
+    with pytest.raises(LockHeldError, match="tcp:one: is in use by"):
+        OwnerLock("kv", "namespace-unit-1", members=[device])
+    alone.release()
+
+
+def test_volume_object_when_its_members_were_made_anew_changes_nothing() -> None:
+    members = devices(2)
+    volume = create(members, name="old")
+    volume.create_namespace("kv", GEOMETRY, quota_pages=8, deadline=soon())
+    create(members, name="new", destroy=frozenset(member.uri for member in members))
+    before = [member.data.copy() for member in members]
+    for act in (
+        lambda: volume.create_namespace("more", GEOMETRY, quota_pages=8, deadline=soon()),
+        lambda: volume.delete_namespace("kv", deadline=soon()),
+    ):
+        with pytest.raises(UsageError, match=r"expected volume 'old'.*got 'new'.*made anew"):
+            act()
+    assert all(np.array_equal(member.data, data) for member, data in zip(members, before, strict=True))
+
+
+def test_namespace_deleted_and_made_again_between_look_and_lock_is_refused() -> None:
+    members = devices(2)
+    volume, other = create(members), Volume.open(members, deadline=soon())
+    volume.create_namespace("kv", GEOMETRY, quota_pages=8, deadline=soon())
+    stale = other.namespace("kv", deadline=soon())
+    volume.delete_namespace("kv", deadline=soon())
+    with pytest.raises(UsageError, match="deleted meanwhile"):
+        other._check_still_there(stale.record, "v#kv", soon())
+    volume.create_namespace("kv", GEOMETRY, quota_pages=8, deadline=soon())
+    with pytest.raises(UsageError, match="deleted meanwhile"):
+        other._check_still_there(stale.record, "v#kv", soon())
+
+
+def test_lock_file_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "kvdev" / "thing.lock").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"lock .*thing\.lock: Is a directory"):
+        OwnerLock("thing", "thing")
