@@ -212,6 +212,15 @@ def error_of(*, error: int, status: int, opcode: int, slba: int, uri: str) -> Kv
     return TransportError(f"{where}: {os.strerror(number)}", errno=number, trid=uri)
 
 
+def run_grouped(queue: IoQueue, ios: IoArray, deadline: Deadline) -> IoDoneArray | None:
+    """As ``run_batch`` for commands whose tags count from 0 and whose groups tell all: None if none failed.
+
+    Of a batch with failures the completions are those that failed, at their place; the rest is zero.
+    """
+    done_all = _run_all(queue, ios, deadline, keeps_all=False)
+    return done_all if len(done_all) else None
+
+
 def run_batch(queue: IoQueue, ios: IoArray, deadline: Deadline) -> IoDoneArray:
     """Submit commands, in pieces when the queue is smaller, and return their completions in order.
 
@@ -220,23 +229,49 @@ def run_batch(queue: IoQueue, ios: IoArray, deadline: Deadline) -> IoDoneArray:
     happened; −ECANCELED marks commands that never reached the device. The tags of ``ios`` are
     overwritten. Failed commands do not raise.
     """
-    done_all = np.zeros(len(ios), dtype=IO_DONE_DTYPE)
     ios["tag"] = np.arange(len(ios), dtype=np.uint64)
+    return _run_all(queue, ios, deadline, keeps_all=True)
+
+
+def _run_all(queue: IoQueue, ios: IoArray, deadline: Deadline, *, keeps_all: bool) -> IoDoneArray:
+    """Completions by tag; without ``keeps_all`` those that failed, and no array at all if none did."""
+    kept = _Kept(len(ios), keeps_all=keeps_all)
     with queue.lock:
         if queue.outstanding_count:
             raise UsageError(f"queue: expected nothing outstanding, got {queue.outstanding_count} commands")
         try:
-            submitted, completed = _run_until(queue, ios, done_all, deadline)
+            submitted, completed = _run_until(queue, ios, kept, deadline)
             if completed < len(ios):
-                _abandon_rest(queue, ios, done_all, submitted, completed, deadline)
+                _abandon_rest(queue, ios, kept, submitted, completed, deadline)
         except BaseException:
             # Ctrl-C among others: nobody may write to the payload once its owner has moved on.
             _take_back(queue, deadline)
             raise
-    return done_all
+    return kept.done
 
 
-def _run_until(queue: IoQueue, ios: IoArray, done_all: IoDoneArray, deadline: Deadline) -> tuple[int, int]:
+class _Kept:
+    """The completions of a batch, by tag; sorting in what nobody looks at is left out."""
+
+    def __init__(self, count: int, *, keeps_all: bool) -> None:
+        self._count = count
+        self._keeps_all = keeps_all
+        self.done: IoDoneArray = np.zeros(count if keeps_all else 0, dtype=IO_DONE_DTYPE)
+
+    def take(self, done: IoDoneArray) -> None:
+        if not self._keeps_all:
+            if not done["error"].any():
+                return
+            done = done[done["error"] != 0]
+        self.room()[done["tag"].astype(np.int64)] = done
+
+    def room(self) -> IoDoneArray:
+        if len(self.done) < self._count:
+            self.done = np.zeros(self._count, dtype=IO_DONE_DTYPE)
+        return self.done
+
+
+def _run_until(queue: IoQueue, ios: IoArray, kept: _Kept, deadline: Deadline) -> tuple[int, int]:
     """Submit and poll until all have completed or the deadline ends; how many went out and came back."""
     submitted = completed = 0
     piece_limit = len(ios)
@@ -256,7 +291,7 @@ def _run_until(queue: IoQueue, ios: IoArray, done_all: IoDoneArray, deadline: De
             break
         wanted = _wait_count(submitted - completed, len(ios) - submitted)
         done = queue.poll(min_count=wanted, deadline=deadline)
-        done_all[done["tag"].astype(np.int64)] = done
+        kept.take(done)
         completed += len(done)
     return submitted, completed
 
@@ -276,7 +311,7 @@ def _wait_count(outstanding_count: int, unsubmitted_count: int) -> int:
 
 
 def _abandon_rest(
-    queue: IoQueue, ios: IoArray, done_all: IoDoneArray, submitted: int, completed: int, deadline: Deadline
+    queue: IoQueue, ios: IoArray, kept: _Kept, submitted: int, completed: int, deadline: Deadline
 ) -> None:
     """Take the payload of an expired batch back from the queue; mark what never completed as cancelled."""
     if completed < submitted:
@@ -286,11 +321,13 @@ def _abandon_rest(
         done = queue.poll(min_count=min(submitted - completed, POLL_COUNT_MAX), deadline=limit)
         # They ended because the time was over; that their connection went with them is the consequence.
         done["error"][done["error"] == -errno.ENOTCONN] = -errno.ETIMEDOUT
-        done_all[done["tag"].astype(np.int64)] = done
+        kept.take(done)
         completed += len(done)
         assert len(done) or not limit.is_expired, "a queue completes what it abandoned"
-    done_all["tag"][submitted:] = ios["tag"][submitted:]
-    done_all["error"][submitted:] = -errno.ECANCELED
+    if submitted < len(ios):
+        done_all = kept.room()
+        done_all["tag"][submitted:] = ios["tag"][submitted:]
+        done_all["error"][submitted:] = -errno.ECANCELED
 
 
 def execute(device: BlockDevice, ios: IoArray, deadline: Deadline) -> IoDoneArray:

@@ -709,6 +709,14 @@ int kvdev_index_load(struct kvdev_index *index)
     return 0;
 }
 
+void kvdev_index_counts(const struct kvdev_index *index, uint32_t *counts)
+{
+    counts[0] = index->pending_count;
+    counts[1] = index->state_count[SLOT_LIVE];
+    counts[2] = index->state_count[SLOT_FREE];
+    counts[3] = index->state_count[SLOT_RESERVED];
+}
+
 void kvdev_index_stat(const struct kvdev_index *index, struct kvdev_index_stat *ret)
 {
     uint32_t dirty = 0;
@@ -988,14 +996,14 @@ int kvdev_index_evict(struct kvdev_index *index, uint32_t count, uint32_t *evict
 }
 
 uint32_t kvdev_index_verify(const struct kvdev_index *index, const uint8_t *keys,
-                            const struct kvdev_grant *grants, const uint32_t *crc32c, uint32_t count,
-                            uint8_t *valid)
+                            const struct kvdev_grant *grants, const uint32_t *crc32c, uint32_t length,
+                            uint32_t count, uint8_t *valid)
 {
     uint32_t valid_count = 0;
     for (uint32_t i = 0; i < count; i++) {
         uint64_t expected = kvdev_entry_checksum(index->uuid, keys + (size_t)i * 32, grants[i].generation,
                                                  grants[i].length, crc32c[i]);
-        valid[i] = expected == grants[i].checksum;
+        valid[i] = expected == grants[i].checksum && grants[i].length == length;
         valid_count += valid[i];
     }
     return valid_count;

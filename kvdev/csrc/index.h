@@ -97,6 +97,8 @@ void kvdev_index_destroy(struct kvdev_index *index);
 /* Build everything from the table image. */
 int kvdev_index_load(struct kvdev_index *index);
 uint8_t *kvdev_index_dirty_map(struct kvdev_index *index);
+/* The counters a batch asks for: pending, live, free, reserved. A stat counts dirty blocks as well. */
+void kvdev_index_counts(const struct kvdev_index *index, uint32_t *counts);
 void kvdev_index_stat(const struct kvdev_index *index, struct kvdev_index_stat *ret);
 
 /* Grants of the keys that are stored, KVDEV_SLOT_NONE for the others; returns how many are. Touched
@@ -122,10 +124,10 @@ int kvdev_index_withdraw(struct kvdev_index *index, const struct kvdev_grant *gr
 void kvdev_index_confirm(const struct kvdev_index *index, const struct kvdev_grant *grants, uint32_t count,
                          uint8_t *valid);
 int kvdev_index_evict(struct kvdev_index *index, uint32_t count, uint32_t *evicted);
-/* 1 where key, generation, length and bytes match the grant's checksum. */
+/* 1 where key, generation and bytes match the grant's checksum and its length is `length`; how many do. */
 uint32_t kvdev_index_verify(const struct kvdev_index *index, const uint8_t *keys,
-                            const struct kvdev_grant *grants, const uint32_t *crc32c, uint32_t count,
-                            uint8_t *valid);
+                            const struct kvdev_grant *grants, const uint32_t *crc32c, uint32_t length,
+                            uint32_t count, uint8_t *valid);
 
 /* Records due, in order; they are then in flight until settled (durable) or failed. */
 uint32_t kvdev_index_collect(struct kvdev_index *index, struct kvdev_entry *records, uint32_t max);

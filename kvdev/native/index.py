@@ -227,6 +227,7 @@ class PageIndex:
         self.table = table
         self.pending_limit = pending_limit
         self._probe_threads = min(len(os.sched_getaffinity(0)), PROBE_THREADS_MAX)
+        self._counts = ffi.new("uint32_t[4]")
         self._probers: ThreadPoolExecutor | None = None
         self._handle = ffi.gc(out[0], lib.kvdev_index_destroy)
 
@@ -254,11 +255,17 @@ class PageIndex:
         lib.kvdev_index_stat(self._handle, out)
         return IndexStat(**{name: int(getattr(out, name)) for name in IndexStat.__dataclass_fields__})
 
-    def lookup(self, keys: Uint8Array, *, touch: bool) -> GrantArray:
-        """A grant per key; ``slot_index`` is SLOT_NONE where the key is not stored."""
+    def counts(self) -> tuple[int, int, int, int]:
+        """Records due, and slots live, free and reserved: what a batch asks for, without the work of ``stat``."""
+        lib.kvdev_index_counts(self._handle, self._counts)
+        pending, live, free, reserved = self._counts
+        return pending, live, free, reserved
+
+    def lookup(self, keys: Uint8Array, *, touch: bool) -> tuple[GrantArray, int]:
+        """A grant per key, ``slot_index`` SLOT_NONE where the key is not stored; and how many are stored."""
         grants = np.empty(len(keys), dtype=GRANT_DTYPE)
-        lib.kvdev_index_lookup(self._handle, _keys(keys), len(keys), int(touch), _grants(grants))
-        return grants
+        count = lib.kvdev_index_lookup(self._handle, _keys(keys), len(keys), int(touch), _grants(grants))
+        return grants, int(count)
 
     def contains(self, keys: Uint8Array) -> npt.NDArray[np.bool_]:
         """Which keys are stored; large batches are shared among threads, as nothing changes meanwhile."""
@@ -352,18 +359,21 @@ class PageIndex:
         self._check_room(lib.kvdev_index_evict(self._handle, count, evicted))
         return int(evicted[0])
 
-    def verify(self, keys: Uint8Array, grants: GrantArray, crc32c: Uint32Array) -> npt.NDArray[np.bool_]:
-        """Where key, generation, length and CRC of the bytes match the grant's checksum."""
+    def verify(
+        self, keys: Uint8Array, grants: GrantArray, crc32c: Uint32Array, *, length: int
+    ) -> tuple[npt.NDArray[np.bool_], int]:
+        """Where key, generation, length and CRC of the bytes match the grant's checksum, and how many do."""
         valid = np.empty(len(keys), dtype=np.bool_)
-        lib.kvdev_index_verify(
+        count = lib.kvdev_index_verify(
             self._handle,
             _keys(keys),
             _grants(grants),
             _pointer(crc32c, "uint32_t[]"),
+            length,
             len(keys),
             _pointer(valid, "uint8_t[]"),
         )
-        return valid
+        return valid, int(count)
 
     def collect(self) -> EntryArray:
         """The records due, in order; in flight until ``settle`` or ``fail``."""

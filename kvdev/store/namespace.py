@@ -23,7 +23,6 @@ from kvdev.keys import KEY_SIZE_BYTES, KeyArray
 from kvdev.native.index import (
     OUTCOME_FAILED,
     OUTCOME_UNKNOWN,
-    SLOT_NONE,
     EntryArray,
     GrantArray,
     IndexStat,
@@ -246,7 +245,13 @@ class KvNamespace:
         """A grant to read each key's page; ``slot_index`` SLOT_NONE where it is not stored."""
         with self.mutex:
             self._check_open()
-            return self._index.lookup(keys, touch=touch)
+            return self._index.lookup(keys, touch=touch)[0]
+
+    def lookup_counted(self, keys: KeyArray) -> tuple[GrantArray, int]:
+        """``lookup`` as a use, and how many of the keys are stored."""
+        with self.mutex:
+            self._check_open()
+            return self._index.lookup(keys, touch=True)
 
     def contains(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         with self.mutex:
@@ -261,7 +266,13 @@ class KvNamespace:
 
     def verify(self, keys: KeyArray, grants: GrantArray, crc32c: Uint32Array) -> npt.NDArray[np.bool_]:
         """Where the bytes read under a grant are those put under its key, by their CRC32C."""
-        return self._index.verify(keys, grants, crc32c)
+        return self._index.verify(keys, grants, crc32c, length=self.page_size_bytes)[0]
+
+    def verify_counted(
+        self, keys: KeyArray, grants: GrantArray, crc32c: Uint32Array
+    ) -> tuple[npt.NDArray[np.bool_], int]:
+        """``verify``, and how many are right."""
+        return self._index.verify(keys, grants, crc32c, length=self.page_size_bytes)
 
     def confirm(self, grants: GrantArray) -> npt.NDArray[np.bool_]:
         """Where a grant's slot still holds the page it was given for; asked after a read without the lock."""
@@ -282,10 +293,10 @@ class KvNamespace:
                     f"{self.what}: reserve: expected at most {self.batch_limit} pages at once, got {count}"
                 )
             # At most: victims at the quota, victims for want of slots, the pages, what they replace.
-            stat = self._make_room(4 * count, deadline)
+            live_count, reserved_count = self._make_room(4 * count, deadline)
             # What the batch replaces counts as used, so that the victims are others.
-            replaced = int((self._index.lookup(keys, touch=True)["slot_index"] != SLOT_NONE).sum())
-            excess = stat.live_count + stat.reserved_count + count - replaced - self.quota_pages
+            _, replaced = self._index.lookup(keys, touch=True)
+            excess = live_count + reserved_count + count - replaced - self.quota_pages
             if excess > 0:
                 self._index.evict(excess)
             grants = self._index.reserve(count, self.page_size_bytes)
@@ -305,12 +316,13 @@ class KvNamespace:
                 )
             return grants
 
-    def _make_room(self, count: int, deadline: Deadline) -> IndexStat:
-        stat = self._index.stat()
-        if stat.pending_count + count > stat.pending_limit:
+    def _make_room(self, count: int, deadline: Deadline) -> tuple[int, int]:
+        """Have room for ``count`` more records; returns how many slots are live and reserved then."""
+        pending, live, _, reserved = self._index.counts()
+        if pending + count > self._pending_limit:
             self._commit(deadline)
-            stat = self._index.stat()
-        return stat
+            _, live, _, reserved = self._index.counts()
+        return live, reserved
 
     def commit(
         self,
@@ -389,7 +401,7 @@ class KvNamespace:
     # --- the order of writes -----------------------------------------------------------------
 
     def _commit(self, deadline: Deadline) -> None:
-        if self._index.stat().pending_count == 0:
+        if self._index.counts()[0] == 0:
             return
         try:
             self._io.flush(self._dirty_data, deadline)

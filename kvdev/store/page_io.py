@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvdev.block.device import aligned_buffer
 from kvdev.clock import Deadline
 from kvdev.errors import KvdevError, UsageError
+from kvdev.native.extent import locate_grants
 from kvdev.native.index import (
     OUTCOME_FAILED,
     OUTCOME_UNKNOWN,
@@ -54,8 +55,8 @@ class PageIo:
         self, io: VolumeIo, *, data_slba: int, slot_blocks: int, slot_count: int, page_size_bytes: int
     ) -> None:
         self._io = io
-        self._data_slba = np.uint64(data_slba)
-        self._slot_blocks = np.uint64(slot_blocks)
+        self._data_slba = data_slba
+        self._slot_blocks = slot_blocks
         self._slot_count = slot_count
         self.page_size_bytes = page_size_bytes
         self._whole_blocks = page_size_bytes // io.block_size_bytes
@@ -96,9 +97,12 @@ class PageIo:
     ) -> PageResult:
         if len(grants) != len(addresses):
             raise UsageError(f"pages: expected one per grant, got {len(addresses)} for {len(grants)} grants")
-        if len(grants) and int(grants["slot_index"].max()) >= self._slot_count:
-            raise UsageError(f"grants: slot_index: expected less than {self._slot_count}")
-        slba = self._data_slba + grants["slot_index"].astype(np.uint64) * self._slot_blocks
+        slba = locate_grants(
+            grants,
+            slot_count=self._slot_count,
+            data_slba=self._data_slba,
+            slot_blocks=self._slot_blocks,
+        )
         if self._tail_bytes:
             return self._run_with_tails(
                 opcode, slba, addresses, deadline=deadline, wants_crc=wants_crc, may_copy=may_copy
@@ -110,6 +114,7 @@ class PageIo:
             addresses,
             deadline=deadline,
             crc_bytes=self.page_size_bytes if wants_crc else 0,
+            blocks_total=len(slba) * self._whole_blocks,
             may_copy=may_copy,
         )
         return self._page_result(result, result.groups["crc32c"].copy())
@@ -163,12 +168,13 @@ class PageIo:
                 crc32c[part] = crc32c_many(np.ascontiguousarray(addresses[part]), self.page_size_bytes)
         members = np.logical_or.reduce([result.members for result in results])
         groups = np.concatenate([result.groups for result in results])
-        return self._page_result(ExtentResult(groups, members, opcode, slba), crc32c)
+        has_failures = any(result.has_failures for result in results)
+        return self._page_result(ExtentResult(groups, members, opcode, slba, has_failures), crc32c)
 
     def _page_result(self, result: ExtentResult, crc32c: npt.NDArray[np.uint32]) -> PageResult:
         error = result.groups["error"].copy()
         outcome = np.zeros(len(error), dtype=np.uint8)
-        if error.any():
+        if result.has_failures:
             outcome[error != 0] = OUTCOME_FAILED
             outcome[result.has_unknown_fate] = OUTCOME_UNKNOWN
         return PageResult(error, crc32c, outcome, result.members, result.first_error(self._io.device.uri))
@@ -195,4 +201,4 @@ def _fold_tails(result: ExtentResult, page_count: int) -> ExtentResult:
     unknown = result.has_unknown_fate.reshape(page_count, 2)[:, 1]
     takes_tail = (pairs[:, 1]["error"] != 0) & ((groups["error"] == 0) | unknown)
     groups[takes_tail] = pairs[takes_tail, 1]
-    return ExtentResult(groups, result.members, result.opcode, result.slba[::2])
+    return ExtentResult(groups, result.members, result.opcode, result.slba[::2], result.has_failures)

@@ -180,29 +180,47 @@ class PageStore:
         self, keys: KeyArray, addresses: npt.NDArray[np.uint64], verify: VerifyBy, deadline: Deadline
     ) -> GetResult:
         namespace = self.namespace
-        grants = namespace.lookup(keys)
+        grants, stored_count = namespace.lookup_counted(keys)
+        if stored_count == len(keys) > 0:
+            return self._get_all(keys, grants, addresses, verify, deadline)
         hit_index = np.flatnonzero(grants["slot_index"] != SLOT_NONE)
         status = np.zeros(len(keys), dtype=np.uint8)
         crc32c = np.zeros(len(keys), dtype=np.uint32)
         if not len(hit_index):
             return GetResult(status, crc32c, grants, None)
-        wanted = grants[hit_index]
-        result = namespace.page_io.read(
-            wanted, addresses[hit_index], deadline=deadline, wants_crc=verify == "store"
+        got = self._get_all(
+            keys[hit_index], grants[hit_index], addresses[hit_index], verify, deadline, hit_index
         )
-        expected = wanted["checksum"].astype(np.uint32)
-        actual = result.crc32c if verify == "store" else expected
+        status[hit_index] = got.status
+        crc32c[hit_index] = got.crc32c
+        return GetResult(status, crc32c, grants, got.failure)
+
+    def _get_all(
+        self,
+        keys: KeyArray,
+        grants: GrantArray,
+        addresses: npt.NDArray[np.uint64],
+        verify: VerifyBy,
+        deadline: Deadline,
+        positions: npt.NDArray[np.intp] | None = None,
+    ) -> GetResult:
+        """Read and check pages that are all stored; ``positions`` are their places in the caller's batch."""
+        namespace = self.namespace
+        result = namespace.page_io.read(grants, addresses, deadline=deadline, wants_crc=verify == "store")
+        actual = result.crc32c if verify == "store" else grants["checksum"].astype(np.uint32)
+        is_right, right_count = namespace.verify_counted(keys, grants, actual)
+        if right_count == len(keys) and result.failure is None:
+            return GetResult(np.full(len(keys), PageStatus.HIT, dtype=np.uint8), actual, grants, None)
         is_read = result.error == 0
-        is_right = namespace.verify(keys[hit_index], wanted, actual)
-        is_right &= wanted["length"] == self.page_size_bytes
         is_bad = is_read & ~is_right
-        status[hit_index] = np.where(is_read & is_right, PageStatus.HIT, PageStatus.ERROR)
-        crc32c[hit_index] = actual
+        status = np.where(is_read & is_right, PageStatus.HIT, PageStatus.ERROR).astype(np.uint8)
         failure = result.failure
         if is_bad.any():
-            namespace.withdraw(wanted[is_bad], deadline=deadline)
-            failure = failure or self._mismatch(hit_index, is_bad, expected, actual)
-        return GetResult(status, crc32c, grants, failure)
+            namespace.withdraw(grants[is_bad], deadline=deadline)
+            expected = grants["checksum"].astype(np.uint32)
+            where = np.arange(len(keys)) if positions is None else positions
+            failure = failure or self._mismatch(where, is_bad, expected, actual)
+        return GetResult(status, actual, grants, failure)
 
     def _mismatch(
         self,

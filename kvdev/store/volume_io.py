@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvdev.block.device import BlockDevice, aligned_buffer, error_of, flush, run_batch
+from kvdev.block.device import BlockDevice, aligned_buffer, error_of, flush, run_grouped
 from kvdev.block.stripe import StripeDevice, split_extents
 from kvdev.clock import Deadline
 from kvdev.errors import KvdevError
+from kvdev.native.extent import ExtentMap
 from kvdev.native.io import (
-    GROUP_CRC32C,
-    IO_DTYPE,
     IO_GROUP_DTYPE,
     IO_MAY_COPY,
     OPCODE_READ,
     OPCODE_WRITE,
+    IoArray,
     IoGroupArray,
     address_of,
 )
@@ -34,6 +34,9 @@ UNKNOWN_FATE_ERRORS = np.array(
     [-errno.ENOTCONN, -errno.ECONNRESET, -errno.EPIPE, -errno.ETIMEDOUT], dtype=np.int32
 )
 """A write that failed like this may still reach the medium, now or later; −ECANCELED was never sent."""
+
+WHOLE_DEVICE_BLOCKS = 1 << 62
+"""Strips of a device that is not cut into any: a multiple of every unit."""
 
 SEQUENTIAL_PIECE_BYTES = MIB
 """Long runs are read and written in extents of this size: bounds one group, keeps every member busy."""
@@ -48,6 +51,8 @@ class ExtentResult:
     """Members that the batch touched."""
     opcode: int
     slba: Uint64Array
+    has_failures: bool
+    """Whether any extent has an error: spares the common case the look."""
 
     @property
     def error(self) -> npt.NDArray[np.int32]:
@@ -61,9 +66,9 @@ class ExtentResult:
 
     def first_error(self, uri: str) -> KvdevError | None:
         """The exception that the first failed extent means."""
-        failed = np.flatnonzero(self.groups["error"])
-        if not len(failed):
+        if not self.has_failures:
             return None
+        failed = np.flatnonzero(self.groups["error"])
         group = self.groups[failed[0]]
         return error_of(
             error=int(group["error"]),
@@ -91,6 +96,19 @@ class VolumeIo:
             limit = min(strip_size_bytes, device.max_transfer_bytes) // device.block_size_bytes
             self.unit_blocks = 1 << (limit.bit_length() - 1)
             self._direct_queue = None
+        # Members on one queue get their commands at once; others through the device that knows them.
+        if self._stripe is not None and self._direct_queue is not None:
+            self._queue = self._direct_queue
+            strip_blocks, handles = self._stripe.strip_blocks, self._stripe.handles.tolist()
+        else:
+            self._queue = device.queue
+            strip_blocks, handles = WHOLE_DEVICE_BLOCKS, [device.device_index]
+        self._map = ExtentMap(
+            unit_blocks=self.unit_blocks,
+            strip_blocks=strip_blocks,
+            block_size_bytes=self.block_size_bytes,
+            handles=handles,
+        )
         self.read_bytes = np.zeros(self.member_count, dtype=np.int64)
         self.written_bytes = np.zeros(self.member_count, dtype=np.int64)
 
@@ -109,48 +127,49 @@ class VolumeIo:
         *,
         deadline: Deadline,
         crc_bytes: int = 0,
+        blocks_total: int | None = None,
         may_copy: bool | npt.NDArray[np.bool_] = False,
     ) -> ExtentResult:
         """Move extents to or from memory; returns when all have completed, failed ones included.
 
         With ``crc_bytes`` the core computes each extent's CRC32C over that many bytes at its address.
+        ``blocks_total`` spares summing ``block_count`` where the caller knows it. Arrays are contiguous.
         ``may_copy``, of all extents or of each: a device that shares memory may copy those that lie outside
         it, where it would refuse others. For metadata, never for pages.
         """
-        extent_index, piece_slba, piece_blocks, counts = split_extents(slba, block_count, self.unit_blocks)
-        groups = np.zeros(len(slba), dtype=IO_GROUP_DTYPE)
-        groups["remaining"] = counts
-        if crc_bytes:
-            groups["buf_addr"] = address
-            groups["byte_count"] = crc_bytes
-            groups["flags"] = GROUP_CRC32C
-        ios = np.zeros(len(extent_index), dtype=IO_DTYPE)
-        ios["opcode"] = opcode
-        ios["flags"] = np.broadcast_to(may_copy, len(slba))[extent_index] * np.uint8(IO_MAY_COPY)
-        offset = (piece_slba - slba[extent_index]) * np.uint64(self.block_size_bytes)
-        ios["buf_addr"] = address[extent_index] + offset
-        ios["group_addr"] = np.uint64(address_of(groups)) + extent_index.astype(np.uint64) * np.uint64(
-            IO_GROUP_DTYPE.itemsize
+        flags = IO_MAY_COPY if may_copy is True else 0
+        total = int(block_count.sum()) if blocks_total is None else blocks_total
+        ios, groups, member_blocks = self._map.split(
+            opcode, slba, block_count, address, blocks_total=total, crc_bytes=crc_bytes, flags=flags
         )
-        if self._stripe is not None and self._direct_queue is not None:
-            # Pieces lie within one strip already: they go to the members' queue without a second mapping.
-            member_index = self._stripe.locate(ios, piece_slba, piece_blocks)
-            queue = self._direct_queue
-        else:
-            ios["slba"] = piece_slba
-            ios["lba_count"] = piece_blocks
-            ios["byte_count"] = piece_blocks * np.uint64(self.block_size_bytes)
-            ios["device_index"] = self.device.device_index
-            queue = self.device.queue
-            member_index = self._member_of(piece_slba)
-        done = run_batch(queue, ios, deadline)
-        for piece in np.flatnonzero(done["error"]):
+        if isinstance(may_copy, np.ndarray):
+            ios["flags"] = may_copy[self._extents_of(ios, groups)] * np.uint8(IO_MAY_COPY)
+        failed = run_grouped(self._queue, ios, deadline)
+        if failed is not None:
+            pieces = np.flatnonzero(failed["error"])
             # Also what was never submitted: the core has not seen those, so their groups know nothing.
-            group = groups[extent_index[piece]]
-            if not group["error"]:
-                group["error"] = done["error"][piece]
-                group["status"] = done["status"][piece]
-        return ExtentResult(groups, self._count(opcode, member_index, piece_blocks), opcode, slba)
+            for piece, extent in zip(pieces, self._extents_of(ios[pieces], groups), strict=True):
+                if not groups["error"][extent]:
+                    groups["error"][extent] = failed["error"][piece]
+                    groups["status"][extent] = failed["status"][piece]
+        if len(member_blocks) != self.member_count:
+            member_blocks = self._count_members(ios)
+        total_bytes = self.written_bytes if opcode == OPCODE_WRITE else self.read_bytes
+        total_bytes += member_blocks * self.block_size_bytes
+        return ExtentResult(groups, member_blocks > 0, opcode, slba, failed is not None)
+
+    @staticmethod
+    def _extents_of(ios: IoArray, groups: IoGroupArray) -> npt.NDArray[np.int64]:
+        """Which extent each command belongs to."""
+        offset = (ios["group_addr"] - np.uint64(address_of(groups))) // np.uint64(IO_GROUP_DTYPE.itemsize)
+        index: npt.NDArray[np.int64] = offset.astype(np.int64)
+        return index
+
+    def _count_members(self, ios: IoArray) -> npt.NDArray[np.int64]:
+        """Blocks on each member of commands that go through the stripe."""
+        members = self._member_of(ios["slba"])
+        blocks = np.bincount(members, weights=ios["lba_count"], minlength=self.member_count)
+        return blocks.astype(np.int64)
 
     def _member_of(self, slba: Uint64Array) -> npt.NDArray[np.int64]:
         if self._stripe is None:
@@ -158,16 +177,6 @@ class VolumeIo:
         strip = slba // np.uint64(self._stripe.strip_blocks)
         member: npt.NDArray[np.int64] = (strip % np.uint64(self.member_count)).astype(np.int64)
         return member
-
-    def _count(
-        self, opcode: int, member_index: npt.NDArray[np.int64], piece_blocks: Uint64Array
-    ) -> MemberMask:
-        """Count the bytes of a batch; the members it touched."""
-        blocks = np.bincount(member_index, weights=piece_blocks, minlength=self.member_count)
-        total = self.written_bytes if opcode == OPCODE_WRITE else self.read_bytes
-        total += (blocks * self.block_size_bytes).astype(np.int64)
-        touched: MemberMask = blocks > 0
-        return touched
 
     def member_bytes(self, slba: Uint64Array, block_count: int) -> npt.NDArray[np.int64]:
         """Bytes of equally long extents on each member."""

@@ -12,7 +12,8 @@ from kvdev.block.local import LocalQueue
 from kvdev.block.memory import MemoryDevice
 from kvdev.block.stripe import StripeDevice
 from kvdev.clock import Deadline
-from kvdev.native.io import IO_DTYPE, OPCODE_READ
+from kvdev.native.extent import ExtentMap
+from kvdev.native.io import IO_DTYPE, IO_GROUP_DTYPE, OPCODE_READ, address_of
 
 STRIP_SIZES = [16384 << shift for shift in range(9)]
 BLOCK = 4096
@@ -107,3 +108,39 @@ def test_a_batch_when_larger_than_every_queue_is_still_run_whole() -> None:
     single["buf_addr"] = payload.ctypes.data + np.arange(64) * 3 * BLOCK
     execute(stripe, single, Deadline.after(10))
     assert np.array_equal(read_blocks(stripe, 0, 192, Deadline.after(10)), payload[: 192 * BLOCK])
+
+
+@pytest.mark.parametrize("member_count", range(1, 9))
+@pytest.mark.parametrize("strip_size", STRIP_SIZES[::2])
+def test_split_in_the_core_when_any_extents_equals_the_python_twin(
+    member_count: int, strip_size: int, rng: np.random.Generator
+) -> None:
+    stripe = StripeDevice(members_of(member_count, 3 * strip_size), strip_size_bytes=strip_size)
+    handles = rng.permutation(member_count).astype(np.uint32)
+    stripe.handles = handles
+    split = ExtentMap(
+        unit_blocks=stripe.unit_blocks,
+        strip_blocks=stripe.strip_blocks,
+        block_size_bytes=BLOCK,
+        handles=handles.tolist(),
+    )
+    slba = rng.integers(0, stripe.block_count, 50, dtype=np.uint64)
+    counts = np.array([rng.integers(1, stripe.block_count - int(at) + 1) for at in slba], dtype=np.uint64)
+    ios = np.zeros(len(slba), dtype=IO_DTYPE)
+    ios["opcode"], ios["slba"], ios["lba_count"] = OPCODE_READ, slba, counts
+    ios["buf_addr"] = rng.integers(1, 1 << 40, len(slba))
+    pieces, piece_members, piece_counts = stripe.map_ios(ios)
+    got, groups, member_blocks = split.split(
+        OPCODE_READ, slba, counts, ios["buf_addr"].copy(), blocks_total=int(counts.sum()), crc_bytes=77
+    )
+    for name in ("buf_addr", "slba", "lba_count", "byte_count", "device_index", "opcode", "flags"):
+        assert np.array_equal(got[name], pieces[name]), name
+    assert np.array_equal(got["tag"], np.arange(len(got)))
+    owner = np.repeat(np.arange(len(slba)), piece_counts).astype(np.uint64)
+    assert np.array_equal(
+        got["group_addr"], np.uint64(address_of(groups)) + owner * np.uint64(IO_GROUP_DTYPE.itemsize)
+    )
+    assert np.array_equal(groups["remaining"], piece_counts)
+    assert np.array_equal(groups["buf_addr"], ios["buf_addr"]) and (groups["byte_count"] == 77).all()
+    blocks = np.bincount(piece_members, weights=pieces["lba_count"], minlength=member_count)
+    assert np.array_equal(member_blocks, blocks.astype(np.int64))

@@ -14,6 +14,7 @@ from kvdev.block.device import (
     flush,
     read_blocks,
     run_batch,
+    run_grouped,
     transfer_ios,
     write_blocks,
 )
@@ -111,6 +112,27 @@ def test_expired_batch_when_it_returns_has_given_everything_back() -> None:
     assert device.queue.outstanding_count == 0
     assert set(done["error"].tolist()) == {-errno.ECANCELED}
     assert done["tag"].tolist() == list(range(8))
+
+
+def test_grouped_batch_when_none_fails_keeps_nothing_else_what_failed() -> None:
+    bad = {2, 5}
+
+    def fail_some(opcode: int, slba: int, payload: object) -> tuple[int, int]:
+        return (-errno.EIO, 0x281) if slba in bad else (0, 0)
+
+    device = MemoryDevice(size_bytes=1 << 20, observer=fail_some, queue=LocalQueue(capacity_count=3))
+    buffer = aligned_buffer(4096)
+    ios = np.repeat(transfer_ios(device, OPCODE_WRITE, 0, address_of(buffer), 4096), 8)
+    ios["slba"] = ios["tag"] = np.arange(8)
+    failed = run_grouped(device.queue, ios, soon())
+    assert failed is not None
+    assert np.flatnonzero(failed["error"]).tolist() == [2, 5]
+    assert failed["status"][2] == 0x281
+    bad.clear()
+    assert run_grouped(device.queue, ios, soon()) is None
+    late = run_grouped(device.queue, ios, Deadline.after(0))
+    assert late is not None
+    assert set(late["error"].tolist()) == {-errno.ECANCELED}
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,13 @@ def test_random_calls_when_compared_with_a_dict_agree(slot_count: int, block_byt
             # What media hold now gives the same index.
             index.load()
         assert index.contains(KEYS[:universe]).tolist() == [number in live for number in range(universe)]
-        grants = index.lookup(KEYS[:universe], touch=bool(rng.integers(0, 2)))
+        grants, stored_count = index.lookup(KEYS[:universe], touch=bool(rng.integers(0, 2)))
+        assert stored_count == len(live)
         found = grants["slot_index"] != SLOT_NONE
         assert (grants["checksum"][found].astype(np.uint32) == np.flatnonzero(found)).all()
         stat = index.stat()
         assert stat.live_count == len(live)
+        assert index.counts() == (stat.pending_count, len(live), stat.free_count, stat.reserved_count)
         assert stat.live_count + stat.free_count + stat.leaving_count == slot_count
 
 
@@ -124,7 +126,7 @@ def test_load_when_last_use_is_in_no_order_evicts_the_oldest_first(seed: int) ->
         place = 64 + slot % per_block * 64 + 52
         blocks[slot // per_block, place : place + 4] = uses[slot : slot + 1].view(np.uint8)
     index.load()
-    slots = index.lookup(KEYS[:count], touch=False)["slot_index"]
+    slots = index.lookup(KEYS[:count], touch=False)[0]["slot_index"]
     order = np.argsort(uses[slots], kind="stable")
     index.evict(700)
     gone = np.flatnonzero(~index.contains(KEYS[:count]))
