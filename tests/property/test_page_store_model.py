@@ -161,7 +161,8 @@ def test_index_when_called_at_random_answers_as_a_dict(
         else:
             index.settle(index.collect())
         everything = np.frombuffer(b"".join(key(n) for n in range(61)), dtype=np.uint8).reshape(-1, 32)
-        found = index.lookup(everything, touch=False)
+        found, found_count = index.lookup(everything, touch=False)
+        assert found_count == len(model)
         expected = [model.get(number) for number in range(61)]
         got = [
             None if slot == SLOT_NONE else generation
