@@ -8,6 +8,7 @@ longer than their deadline, without the interpreter lock.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -745,6 +746,8 @@ class HostQueue:
         base = address_of(done)
         count = 0
         while True:
+            if self._raw is None:
+                raise UsageError("queue: poll: closed by another thread meanwhile")
             remaining_ns = 0 if min_count == 0 else min(deadline.remaining_ns(), POLL_SLICE_NS)
             self._check(
                 lib.kvdev_queue_poll(
@@ -795,16 +798,17 @@ class HostQueue:
         direction = direction_of(data, is_write=is_write)
         buffer = CommandBuffer(data, direction, what=where)
         cqe = ffi.new("uint8_t[16]")
-        code = lib.kvdev_queue_execute(
-            raw,
-            device_index,
-            raw_sqe,
-            buffer.pointer,
-            buffer.size_bytes,
-            direction,
-            deadline.remaining_ns(),
-            cqe,
-        )
+        with self.lock:
+            code = lib.kvdev_queue_execute(
+                raw,
+                device_index,
+                raw_sqe,
+                buffer.pointer,
+                buffer.size_bytes,
+                direction,
+                deadline.remaining_ns(),
+                cqe,
+            )
         if code in (-errno.EINVAL, -errno.EAGAIN):
             self._check(code, f"execute on {where}")
         if code:
@@ -840,11 +844,17 @@ class HostQueue:
         )
 
     def close(self) -> None:
-        """Free the queue, resetting queue pairs with commands outstanding; they are the caller's again."""
+        """Free the queue, resetting queue pairs with commands outstanding; they are the caller's again.
+
+        A thread that waits in ``poll`` under ``lock``, as batches do, is sent away first: it looks at the
+        latest after a slice of its wait.
+        """
         if self._raw is None:
             return
         raw, self._raw = self._raw, None
-        ffi.release(raw)
+        # In a fork the thread that holds the lock does not exist.
+        with self.lock if os.getpid() == self._pid else contextlib.nullcontext():
+            ffi.release(raw)
         for qpair in self._qpairs.values():
             qpair.owner = None
         self._qpairs.clear()

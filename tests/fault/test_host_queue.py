@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdev.block.device import run_batch
 from kvdev.clock import Deadline
 from kvdev.errors import ConnectionLostError, DeadlineError, QueueFullError, UsageError
 from kvdev.native.crc import crc32c
@@ -690,6 +691,29 @@ def test_queue_when_two_threads_call_then_the_second_is_told() -> None:
                 host.submit(OPCODE_FLUSH, None)
                 threading.Event().wait(0.001)
         thread.join(5)
+
+
+def test_queue_when_closed_while_a_batch_waits_then_the_batch_ends_first() -> None:
+    with ScriptedPeer(silent) as peer, PeerHost(peer) as host:
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            ios = np.zeros(1, dtype=IO_DTYPE)
+            ios["device_index"], ios["opcode"] = host.device_index, OPCODE_FLUSH
+            try:
+                run_batch(host.queue, ios, Deadline.after(20))
+            except UsageError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while host.queue.stats.sleeps == 0:
+            threading.Event().wait(0.01)
+        deadline = Deadline.after(20)
+        host.queue.close()
+        thread.join(5)
+        assert deadline.elapsed_ms() < LATE_MS
+        assert len(errors) == 1, "sent away, neither lost nor in memory that is gone"
 
 
 def test_queue_when_used_after_fork_or_close_then_usage_error() -> None:
