@@ -234,7 +234,7 @@ def test_embedded_target_that_cannot_listen_stops_its_data_path(tmp_path: Path) 
 
 def test_a_signal_at_any_moment_of_the_wait_ends_it() -> None:
     # With an Event, or a handler that writes into a pipe, one of some tens of turns hangs.
-    faulthandler.dump_traceback_later(WAIT_S, exit=True)
+    faulthandler.dump_traceback_later(WAIT_S, exit=True, file=2)
     try:
         for turn in range(500):
             with _StopRequest() as stopping:
