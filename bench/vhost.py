@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ class Sample:
     ops_per_s: float
     lat_us_mean: float
     """Completion latency."""
+    cpu_us_per_op: float
+    """Of the process that asks, waiting in a poll included; unlike the rest it hardly depends on what else runs."""
     daemon_share: float = 0.0
     """Of one core, by the daemon's busiest thread."""
 
@@ -120,7 +122,7 @@ class FrontEnd:
     def measure(self, seconds: float) -> Sample:
         deadline = Deadline.after(TIMEOUT_S)
         count, waited_ns, at = 0, 0.0, 0
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()  # noqa: TID251
         while time.perf_counter() - started < seconds:
             if self.depth == 1:
                 self.queue.submit(self._ios[at : at + 1])
@@ -129,14 +131,15 @@ class FrontEnd:
                 while self.queue.outstanding_count < BATCH_COUNT:
                     self.queue.submit(self._ios[at : at + BATCH_COUNT // 4])
                     at = (at + BATCH_COUNT // 4) % BATCH_COUNT
-            done = self.queue.poll(min_count=1, deadline=deadline)
+            # While this waits, the core keeps the ring full from what it has.
+            done = self.queue.poll(min_count=1 if self.depth == 1 else BATCH_COUNT // 4, deadline=deadline)
             assert not done["error"].any(), self.device.fault
             count += len(done)
             waited_ns += float((done["complete_ns"] - done["send_ns"]).sum())
-        elapsed = time.perf_counter() - started
+        elapsed, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started  # noqa: TID251
         while self.queue.outstanding_count:
             self.queue.poll(min_count=1, deadline=deadline)
-        return Sample(count / elapsed, waited_ns / count / 1000)
+        return Sample(count / elapsed, waited_ns / count / 1000, cpu_s * 1e6 / count)
 
     def close(self) -> None:
         self.device.close()
@@ -177,8 +180,10 @@ def measure_fio(file: Path, *, op_size_bytes: int, depth: int, seconds: float, s
         f"--randseed={seed}", "--output-format=json", "--size=100%",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60, check=True)
-    read = json.loads(done.stdout)["jobs"][0]["read"]
-    return Sample(float(read["iops"]), float(read["clat_ns"]["mean"]) / 1000)
+    job = json.loads(done.stdout)["jobs"][0]
+    ops_per_s = float(job["read"]["iops"])
+    cpu_s_per_s = (job["usr_cpu"] + job["sys_cpu"]) / 100
+    return Sample(ops_per_s, float(job["read"]["clat_ns"]["mean"]) / 1000, cpu_s_per_s * 1e6 / ops_per_s)
 
 
 # --- the daemon ------------------------------------------------------------------------------
@@ -212,7 +217,7 @@ def measure_ours(
         meter = ThreadMeter(pid) if pid else None
         sample = front_end.measure(seconds)
         share = meter.busiest_share() if meter else 0.0
-        return Sample(sample.ops_per_s, sample.lat_us_mean, share)
+        return replace(sample, daemon_share=share)
     finally:
         front_end.close()
 
@@ -241,6 +246,8 @@ def run_cell(
         "lat_us_mean": our_lat,
         "fio_lat_us_mean": fio_lat,
         "added_us": our_lat - fio_lat,
+        "cpu_us_per_op": statistics.median(sample.cpu_us_per_op for sample in ours),
+        "fio_cpu_us_per_op": statistics.median(sample.cpu_us_per_op for sample in theirs),
         "daemon_share": share,
         "is_daemon_the_limit": share >= BUSY,
     }
@@ -285,6 +292,7 @@ def line_of(cell: dict[str, Any]) -> str:
         f"{format_size(cell['op_size_bytes']):>8} depth {cell['depth']:>3}: {cell['ops_per_s']:>9.0f} op/s "
         f"{cell['gb_per_s']:6.2f} GB/s, fio {cell['fio_ops_per_s']:>9.0f} op/s, ratio {cell['ratio']:.2f}, "
         f"latency {cell['lat_us_mean']:.0f} us ({cell['added_us']:+.0f}), "
+        f"CPU {cell['cpu_us_per_op']:.1f} and {cell['fio_cpu_us_per_op']:.1f} us/op, "
         f"daemon {100 * cell['daemon_share']:.0f} %{limit}"
     )
 
@@ -317,7 +325,8 @@ def main() -> None:
             report["cells"].append({"op_size_bytes": size, "depth": depth, **asdict(sample)})
             print(
                 f"{format_size(size):>8} depth {depth:>3}: {sample.ops_per_s:>9.0f} op/s "
-                f"{sample.ops_per_s * size / 1e9:6.2f} GB/s, latency {sample.lat_us_mean:.1f} us",
+                f"{sample.ops_per_s * size / 1e9:6.2f} GB/s, latency {sample.lat_us_mean:.1f} us, "
+                f"CPU {sample.cpu_us_per_op:.2f} us/op",
                 flush=True,
             )
     else:

@@ -88,8 +88,9 @@ class IoQueue(Protocol):
     def abandon(self) -> None:
         """Give up on everything outstanding: each completes with an error at the next poll.
 
-        No payload is touched after this returns. Connections that carried commands are closed; writes
-        among them have an unknown fate.
+        No payload is touched after this returns, save by a device that is another process and shares the
+        memory (``kvdev.vhost``: its quarantine says until when). Connections that carried commands are
+        closed; writes among them have an unknown fate.
         """
 
 
