@@ -171,14 +171,23 @@ def read_until_it_fails(device: NvmeNamespace) -> None:
 
 
 def test_target_stops_with_commands_pending() -> None:
-    with drill() as under:
-        under.inject("read", "pending", 100)
-        reader = threading.Thread(target=lambda: read_until_it_fails(under.device))
-        reader.start()
-        time.sleep(0.05)
-        started = time.monotonic()
-    reader.join(10)
-    assert time.monotonic() - started < 5 and not reader.is_alive()
+    with Session(host=HOST, options=OPTIONS) as kv:
+        with running_target(namespace_count=0) as target:
+            stack = BdevStack(target.model)
+            target.model.create_malloc(name="M", block_size_bytes=4096, block_count=1024)
+            stack.create_error("M")
+            target.model.add_namespace(target.nqn, bdev_name="EE_M")
+            stack.inject("EE_M", io_type="read", injection=Injection("pending", 100))
+            device = kv.open_device(f"{target.uri}?nsid=1")
+            assert isinstance(device, NvmeNamespace)
+            reader = threading.Thread(target=read_until_it_fails, args=(device,))
+            reader.start()
+            time.sleep(0.05)
+            started = time.monotonic()
+        assert time.monotonic() - started < 5
+        # The session goes after who polls it.
+        reader.join(10)
+        assert not reader.is_alive()
 
 
 def test_delay_holds_each_operation_without_holding_workers() -> None:
