@@ -74,7 +74,7 @@ class StateFile:
             "subsystems": subsystems,
             "lvol_stores": images_json(images),
         }
-        text = json.dumps(document, indent=1).encode("utf-8") + b"\n"
+        text = json.dumps(document, separators=(",", ":")).encode("utf-8") + b"\n"
         if text == self._last:
             return
         partial = f"{self.path}.new"
