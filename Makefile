@@ -100,7 +100,7 @@ ASAN := build/asan
 ASAN_TESTS ?= tests/unit/native tests/unit/target tests/unit/store tests/golden tests/property tests/fault
 # Python above the core that no sanitizer sees into: configuration, plans, the command line, Numba's kernels.
 ASAN_SKIPS := $(addprefix --ignore=,$(addprefix tests/unit/target/test_rpc_,model.py recorded.py schema.py serve.py server.py) \
-    tests/property/test_layout_moves.py tests/property/test_plan_apply.py tests/fault/test_cli_bad_input.py)
+    tests/property/test_layout_moves.py tests/property/test_plan_apply.py tests/fault/test_cli_bad_input.py tests/fault/test_replay_target_gone.py)
 asan: setup ## the tests that reach the C core, under AddressSanitizer and UBSan
 	@$(PY) -c 'import setuptools' 2>/dev/null || \
 	    $(PY) -m pip install --quiet --disable-pip-version-check 'setuptools>=68,<83'  # not in environments from Python 3.12 on
