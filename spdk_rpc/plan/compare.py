@@ -265,7 +265,10 @@ class _Planner:
         """What uses something that is made anew is made anew as well."""
         state = self._observed.state
         for own in _dependents(self._removed, state):
-            cause = min(needs(state[own], state) & self._removed)
+            causes = needs(state[own], state) & self._removed
+            if not causes:
+                continue  # it uses something that is a problem of its own and stays
+            cause = min(causes)
             if own in self._desired:
                 if own not in self._removed:
                     self._remove(own, state[own], self._desired[own], Action.REPLACE, f"it needs {cause}")

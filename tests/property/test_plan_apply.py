@@ -21,11 +21,22 @@ from hypothesis import strategies as st
 
 from kvdev.target.serve import EmbeddedTarget
 from kvdev.testing.rpc_proxy import Failure, RpcProxy
-from kvdev.testing.target_backend import MemoryBackend
+from kvdev.testing.target_backend import MemoryBackend, MemoryFabric
 from kvdev_tools.provision.document import Deployment, build_deployment
 from kvdev_tools.provision.source import load_text
 from spdk_rpc import Client
-from spdk_rpc.plan import Applied, Kind, Observed, Plan, State, apply_plan, observe, plan_removal, plan_state
+from spdk_rpc.plan import (
+    Applied,
+    Id,
+    Kind,
+    Observed,
+    Plan,
+    State,
+    apply_plan,
+    observe,
+    plan_removal,
+    plan_state,
+)
 from spdk_rpc.plan.resource import is_removable
 
 EXAMPLES = 2000 if os.environ.get("KVDEV_HYPOTHESIS_PROFILE") == "fuzz" else 30
@@ -54,8 +65,10 @@ def bdevs(draw: st.DrawFn, folder_token: str) -> dict[str, Any]:
         if driver == "aio":
             found[name] = {"aio": {"file": f"{folder_token}/{name}.img", "block_size": block_size}}
         else:
-            size = draw(st.sampled_from(["1MiB", "2MiB"]))
+            size = draw(st.sampled_from(["16MiB", "32MiB"]))
             found[name] = {driver: {"size": size, "block_size": block_size}}
+        if draw(st.booleans()):
+            found[name]["qos"] = {"rw_ios_per_sec": draw(st.sampled_from([0, 2000, 5000]))}
     return found
 
 
@@ -79,6 +92,18 @@ def targets(draw: st.DrawFn) -> dict[str, Any]:
                 raids[name] = {"strip_size": strip, "members": members}
                 free = [each for each in free if each not in members]
     free += list(raids)
+    lvstores: dict[str, Any] = {}
+    fitting = [each for each in free if "malloc" in made.get(each, {})]
+    if len(fitting) > 0 and draw(st.booleans()):
+        base = draw(st.sampled_from(fitting))
+        free.remove(base)
+        names = draw(st.lists(st.sampled_from(["l0", "l1", "l2"]), unique=True))
+        lvols = {
+            name: {"size": draw(st.sampled_from(["1MiB", "2MiB"])), "thin": draw(st.booleans())}
+            for name in names
+        }
+        lvstores["lvs0"] = {"bdev": base, "cluster_size": "1MiB", "lvols": lvols}
+        free += [f"lvs0/{name}" for name in lvols]
     subsystems: dict[str, Any] = {}
     for nqn in draw(st.lists(st.sampled_from(NQNS), unique=True)):
         subsystem: dict[str, Any] = {
@@ -97,7 +122,9 @@ def targets(draw: st.DrawFn) -> dict[str, Any]:
         if namespaces:
             subsystem["namespaces"] = namespaces
         subsystems[nqn] = subsystem
-    return {**target, "raids": raids, "subsystems": subsystems}
+    keys = draw(st.lists(st.sampled_from(["k0", "k1"]), unique=True))
+    target["keys"] = {name: f"@FOLDER@/{name}" for name in keys}
+    return {**target, "raids": raids, "lvstores": lvstores, "subsystems": subsystems}
 
 
 def deployment_of(target: dict[str, Any], folder: str) -> Deployment:
@@ -110,14 +137,16 @@ def desired_of(target: dict[str, Any], folder: str) -> State:
 
 
 @contextmanager
-def peer() -> Iterator[tuple[Client, Client, RpcProxy, str]]:
+def peer(fabric: MemoryFabric | None = None) -> Iterator[tuple[Client, Client, RpcProxy, str]]:
     with tempfile.TemporaryDirectory(prefix="kvdev-plan-") as folder:
         for name in NAMES:
             with (Path(folder) / f"{name}.img").open("wb") as file:
                 file.truncate(2 << 20)
+        for name in ("k0", "k1"):
+            (Path(folder) / name).touch(0o600)
         server = f"{folder}/rpc"
         with (
-            EmbeddedTarget(server, backend=MemoryBackend()),
+            EmbeddedTarget(server, backend=MemoryBackend(fabric=fabric, vhost_folder=folder)),
             RpcProxy(f"{folder}/proxy", server) as proxy,
             Client(server, timeout_s=30) as direct,
             Client(f"{folder}/proxy", timeout_s=30) as client,
@@ -196,6 +225,106 @@ def test_apply_completes_after_any_failure_and_a_second_apply_is_empty(
         # No raid stays half made, whatever failed.
         raids = [each for own, each in reached.state.items() if own.kind is Kind.RAID]
         assert all(each.attributes["state"] == "online" for each in raids if each.id in desired)
+
+
+SERVED = {
+    "rpc": "/served",
+    "bdevs": {
+        f"m{at}": {"malloc": {"size": "16MiB", "block_size": block_size}}
+        for at, block_size in enumerate([512, 512, 4096, 4096, 4096])
+    },
+    "subsystems": {
+        NQNS[0]: {
+            "hosts": HOSTS[:1],
+            "listeners": [f"127.0.0.1:{port}" for port in PORTS[:2]],
+            "namespaces": {str(at + 1): f"m{at}" for at in range(4)},
+        },
+        NQNS[1]: {"allow_any_host": True, "listeners": [f"127.0.0.1:{PORTS[2]}"], "namespaces": {"1": "m4"}},
+    },
+}
+"""What the hosts below attach: four namespaces of two block sizes over two paths, and one more."""
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> dict[str, Any]:
+    """A host with controllers, raids over their namespaces, and vhost controllers over those."""
+    controllers: dict[str, Any] = {}
+    free: list[str] = []
+    if draw(st.booleans()):
+        controllers["Nvme0"] = {
+            "subsystem": NQNS[0],
+            "paths": [
+                f"127.0.0.1:{port}" for port in draw(st.permutations(PORTS[:2]))[: draw(st.integers(1, 2))]
+            ],
+            "data_digest": draw(st.booleans()),
+        }
+        free += draw(
+            st.sampled_from([["Nvme0n1", "Nvme0n2"], ["Nvme0n3", "Nvme0n4"], ["Nvme0n4", "Nvme0n3"]])
+        )
+    if draw(st.booleans()):
+        controllers["Nvme1"] = {"subsystem": NQNS[1]}
+    host: dict[str, Any] = {"rpc": "/host", "nqn": HOSTS[0], "controllers": controllers}
+    if len(free) > 0 and draw(st.booleans()):
+        host["raids"] = {"R0": {"strip_size": draw(st.sampled_from(["64KiB", "128KiB"])), "members": free}}
+        ranks = draw(st.integers(0, 3))
+        if ranks:
+            host["engines"] = {
+                "e": {"volume": "v", "geometry": "small", "tensor_parallel": max(1, ranks & 2)}
+            }
+    return host
+
+
+def site_of(host: dict[str, Any]) -> Deployment:
+    value: dict[str, Any] = {"version": 1, "name": "x", "targets": {"t": SERVED}, "hosts": {"h": host}}
+    if "engines" in host:
+        raid = host["raids"]["R0"]
+        nsids = [int(name.rpartition("n")[2]) for name in raid["members"]]
+        members = [{"target": "t", "subsystem": NQNS[0], "nsid": nsid} for nsid in nsids]
+        value["volumes"] = {"v": {"members": members, "strip_size": raid["strip_size"]}}
+    return build_deployment(load_text(yaml.safe_dump(value)))
+
+
+@given(
+    before=hosts(),
+    after=hosts(),
+    cut_at=st.integers(0, 12),
+    start_cut_at=st.integers(0, 12),
+    is_attached_by_hand=st.booleans(),
+    failure=st.sampled_from(list(Failure)),
+)
+@settings(max_examples=EXAMPLES)
+def test_a_host_is_completed_after_any_failure(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    cut_at: int,
+    start_cut_at: int,
+    is_attached_by_hand: bool,
+    failure: Failure,
+) -> None:
+    fabric = MemoryFabric()
+    with peer(fabric) as (served, _, _, _), peer(fabric) as (direct, client, proxy, _):
+        assert bring_about(site_of(before).endpoint("t").desired, served).failed is None
+        if is_attached_by_hand:
+            # By somebody who did not think of flushes; the options cannot change while it stays.
+            address = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": str(PORTS[0])}
+            params = {"name": "Nvme0", **address, "subnqn": NQNS[0], "hostnqn": HOSTS[0]}
+            direct.call("bdev_nvme_attach_controller", params)
+        else:
+            proxy.fail(start_cut_at, Failure.REFUSED)
+            bring_about(site_of(before).endpoint("h").desired, client)
+        desired = site_of(after).endpoint("h").desired
+        if plan_for(desired, observe(direct.call)).problems:
+            clear_the_way(desired, direct)
+        proxy.fail(cut_at, failure)
+        results = [bring_about(desired, client)]
+        if results[0].failed is not None:
+            assert proxy.has_failed, results[0].error
+            results.append(bring_about(desired, client))
+        assert results[-1].failed is None, results[-1].error
+        reached = observe(direct.call)
+        assert plan_for(desired, reached).is_empty
+        if any(own.kind is Kind.CONTROLLER for own in desired):
+            assert reached.state[Id(Kind.OPTIONS, "bdev_nvme")].attributes["enable_flush"] is True
 
 
 @given(target=targets(), cut_at=st.integers(0, 25), failure=st.sampled_from(list(Failure)))

@@ -125,7 +125,10 @@ def see_volume(session: Session, spec: VolumeSpec, *, timeout_s: float) -> Volum
         if len(unlabelled) == len(members) or unfinished:
             return _see_unlabelled(spec, members, unfinished, deadline)
         if unlabelled:
-            raise UsageError(f"{unlabelled[0].uri}: has no label, while other members have one")
+            raise UsageError(
+                f"{unlabelled[0].uri}: has no label, while other members have one; if a member was replaced its pages "
+                f"are lost: make the volume anew with kvdev volume create --destroy"
+            )
         volume = Volume.open(members, deadline=deadline)
         if volume.name != spec.name:
             raise UsageError(f"its members are those of volume {volume.name!r}")
@@ -260,7 +263,7 @@ def make_step(session: Session, step: VolumeStep, *, timeout_s: float) -> str:
     deadline = Deadline.after(timeout_s)
     seen = see_volume(session, step.volume, timeout_s=timeout_s)
     if seen.state in (VolumeState.REFUSED, VolumeState.UNREACHABLE):
-        raise UsageError(f"volume {step.volume.name}: {seen.reason}")
+        raise UsageError(seen.reason)
     if step.rank is None:
         if seen.state is VolumeState.PRESENT:
             return "was there"

@@ -409,6 +409,10 @@ def flush_of_volume(look: Look, spec: VolumeSpec) -> list[tuple[str, list[FlushH
         view = look.view(engine.host, "host")
         if view is None or engine.bdev is None:
             continue
+        if not view.is_up:
+            asked = FlushHop(view.endpoint.title, FlushState.UNKNOWN, "its SPDK cannot be asked")
+            ways.append((f"host {engine.host}", [asked]))
+            continue
         state = {**view.observed.state, **view.endpoint.desired}
         hops = flush_of_bdev(engine.bdev, state, view.observed.bdevs, beyond=lambda c, n: _beyond(look, c, n))
         top = FlushHop(
@@ -448,6 +452,8 @@ def _served_hops(look: Look, served: ServedSubsystem, nsid: int) -> list[FlushHo
     where = f"target {served.target} {served.nqn}#{nsid}"
     if view is None or bdev is None:
         return [FlushHop(where, FlushState.UNKNOWN, "its target is not managed here")]
+    if not view.is_up:
+        return [FlushHop(where, FlushState.UNKNOWN, "its target cannot be asked")]
     state = {**view.observed.state, **view.endpoint.desired}
     hops = flush_of_bdev(bdev, state, view.observed.bdevs, beyond=lambda c, n: _beyond(look, c, n))
     top = hops[0].state
