@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from spdk_rpc.errors import RpcMethodError, RpcTimeoutError, RpcTransportError, SpdkRpcError
 from spdk_rpc.plan.compare import Plan, Step
-from spdk_rpc.plan.observe import Caller, observe
-from spdk_rpc.plan.resource import Id, Kind, Resource, changed_names, delete_calls
+from spdk_rpc.plan.observe import Caller, Focus, observe, observe_one
+from spdk_rpc.plan.resource import Id, Kind, Resource, bdevs_used, changed_names, delete_calls
 
 _MAY_APPEAR_BY_ITSELF = (Kind.LVSTORE, Kind.LVOL, Kind.RAID)
 """SPDK finds these on bdevs when it examines them."""
@@ -85,7 +85,7 @@ def _run(step: Step, call: Caller, methods: frozenset[str] | None) -> bool:
 
 def _fault(step: Step, call: Caller, methods: frozenset[str] | None) -> str:
     """How what is there differs from what the step was to bring about; empty when it does not."""
-    found = observe(call, kinds=(step.id.kind,), methods=methods).state.get(step.id)
+    found = observe_one(call, _focus(step), methods=methods)
     if step.expected is None:
         return (
             "" if found is None or step.id.kind is Kind.QOS else f"{step.id}: expected it gone, it is there"
@@ -94,6 +94,15 @@ def _fault(step: Step, call: Caller, methods: frozenset[str] | None) -> str:
         return "" if _is_nothing(step.expected) else f"{step.id}: expected it there, it is not"
     names = changed_names(found, step.expected)
     return ", ".join(_difference(step.id, name, found, step.expected) for name in names)
+
+
+def _focus(step: Step) -> Focus:
+    expected = step.expected
+    if expected is None:
+        return Focus(step.id, is_in_config=False)
+    is_in_config = step.id.kind is Kind.HOST and any(expected.attributes.values())
+    is_in_config |= step.id.kind is Kind.LISTENER and bool(expected.attributes.get("secure_channel"))
+    return Focus(step.id, bdevs_used(expected), is_in_config)
 
 
 def _is_nothing(expected: Resource) -> bool:

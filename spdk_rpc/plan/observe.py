@@ -7,6 +7,7 @@ Trust: results are ``untrusted``; raises RpcProtocolError when one has not the s
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,11 +96,26 @@ class Observed:
         return [each.id for each in self.state.values() if bdev_name in bdevs_claimed(each)]
 
 
+@dataclass(frozen=True)
+class Focus:
+    """One resource to read: with the bdevs it refers to, and whether only the configuration shows it whole."""
+
+    id: Id
+    bdev_names: tuple[str, ...] = ()
+    is_in_config: bool = True
+
+
 def observe(
     call: Caller, *, kinds: Iterable[Kind] = ALL_KINDS, methods: frozenset[str] | None = None
 ) -> Observed:
     """Read everything, or only what tells about some kinds; ``methods`` when they are known already."""
     return _Reader(call, frozenset(kinds), methods).read()
+
+
+def observe_one(call: Caller, focus: Focus, *, methods: frozenset[str] | None = None) -> Resource | None:
+    """Read one resource with as little else as SPDK's methods allow; None when it is not there."""
+    reader = _Reader(call, frozenset((focus.id.kind,)), methods, focus)
+    return reader.read().state.get(focus.id)
 
 
 def lacking_methods(kind: Kind, methods: frozenset[str]) -> list[str]:
@@ -110,9 +126,16 @@ def lacking_methods(kind: Kind, methods: frozenset[str]) -> list[str]:
 class _Reader:
     """One observation; the results of methods that several kinds need are kept."""
 
-    def __init__(self, call: Caller, kinds: frozenset[Kind], methods: frozenset[str] | None) -> None:
+    def __init__(
+        self,
+        call: Caller,
+        kinds: frozenset[Kind],
+        methods: frozenset[str] | None,
+        focus: Focus | None = None,
+    ) -> None:
         self._call = call
         self._methods = methods
+        self._focus = focus
         self._kinds = kinds
         self._results: dict[tuple[str, str], Any] = {}
         self.observed = Observed()
@@ -173,7 +196,7 @@ class _Reader:
     def _bdevs(self) -> list[Resource]:
         stores = self._lvstores()
         found: list[Resource] = []
-        for each in _objects(self._get("bdev_get_bdevs"), "bdev_get_bdevs"):
+        for each in self._bdev_objects():
             specific = each.get("driver_specific") or {}
             aliases = [str(alias) for alias in each.get("aliases") or ()]
             name = str(each.get("name"))
@@ -210,6 +233,38 @@ class _Reader:
             identity = {"uuid": uuid}
             found.append(Resource(Id(Kind.LVSTORE, str(store.get("name"))), attributes, identity))
         return found
+
+    def _bdev_objects(self) -> list[dict[str, Any]]:
+        method = "bdev_get_bdevs"
+        names = self._focused_bdevs()
+        if names is None:
+            return _objects(self._get(method), method)
+        return [each for name in names for each in self._named_objects(method, name=name)]
+
+    def _focused_bdevs(self) -> tuple[str, ...] | None:
+        """The bdevs that matter; None when all do."""
+        if self._focus is None:
+            return None
+        own = self._focus.id
+        match own.kind:
+            case Kind.BDEV | Kind.QOS:
+                return (own.name,)
+            case Kind.LVOL:
+                return (f"{own.parent}/{own.name}",)
+            case Kind.NAMESPACE | Kind.VHOST | Kind.RAID:
+                return self._focus.bdev_names
+            case _:
+                return None
+
+    def _named_objects(self, method: str, **name: str) -> list[dict[str, Any]]:
+        """One object by name, or none. Releases refuse an unknown name in different ways, so all are read then."""
+        try:
+            return _objects(self._get(method, **name), method)
+        except RpcMethodError as error:
+            if error.errno == errno.ENODEV:
+                return []
+            ((key, value),) = name.items()
+            return [each for each in _objects(self._get(method), method) if each.get(key) == value]
 
     def _lvstores(self) -> dict[str, dict[str, Any]]:
         if "bdev_lvol_get_lvstores" not in self.observed.methods:
@@ -281,10 +336,17 @@ class _Reader:
         """From the configuration, which alone shows PSKs and secure channels; what is listed there lives."""
         found: dict[Id, Resource] = {}
         method = "nvmf_get_subsystems"
-        for each in _objects(self._get(method), method):
+        own = None if self._focus is None else self._focus.id
+        if own is None:
+            listed = _objects(self._get(method), method)
+        else:
+            listed = self._named_objects(method, nqn=own.parent or own.name)
+        for each in listed:
             if each.get("subtype") != "Discovery":
                 resources = self._subsystem(each)
                 found |= {resource.id: resource for resource in resources}
+        if self._focus is not None and not self._focus.is_in_config:
+            return list(found.values())
         for each in self._config("nvmf"):
             params = each.get("params") or {}
             nqn = str(params.get("nqn"))
