@@ -221,7 +221,10 @@ class PagedLayout:
         A flat table is cut into pages. ``is_written`` refuses a block that is named twice: two pages would be
         written over each other.
         """
-        table = np.asarray(block_table)
+        try:
+            table = np.asarray(block_table)
+        except ValueError as error:
+            raise ShapeError("block_table: shape", expected="rows of one length", got=error) from error
         if not np.issubdtype(table.dtype, np.integer):
             raise ShapeError("block_table: dtype", expected="whole numbers", got=table.dtype)
         shape = (page_count, self.blocks_per_page)

@@ -51,11 +51,15 @@ def runtime_folder() -> Path:
 
 
 class _Locks:
-    """Lock files and bytes of member files, held until ``release``."""
+    """Lock files and bytes of member files, held until ``release``, or until nobody has this object any more."""
 
     def __init__(self) -> None:
         self._fds: list[int] = []
-        self._member_locks: list[tuple[int, int, int]] = []
+        # The device, not its descriptor: that number is another file's once the device has been closed.
+        self._member_locks: list[tuple[FileDevice, int, int]] = []
+
+    def __del__(self) -> None:
+        self.release()
 
     def _lock_file(self, what: str, key: str, *, kind: int, verb: str) -> None:
         path = runtime_folder() / f"{key}.lock"
@@ -65,11 +69,12 @@ class _Locks:
             raise UsageError(f"lock {path}: {os.strerror(failure.errno or 0)}") from failure
         try:
             if not _try_lock(fd, kind, 0):
-                text = os.read(fd, 32).decode(errors="replace").strip()
-                pid = int(text) if text.isdigit() else 0
-                raise LockHeldError(f"{what}: is {verb} process {pid or 'unknown'} of this host", pid=pid)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                pid = _holder(fd)
+                name = f"process {pid}" if pid else "a process"
+                raise LockHeldError(f"{what}: is {verb} {name} of this host", pid=pid)
+            if kind == fcntl.F_WRLCK or not _holder(fd):  # of those who share it, the first is named
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as failure:
             os.close(fd)
             if isinstance(failure, UsageError):
@@ -84,12 +89,13 @@ class _Locks:
         kind = fcntl.F_RDLCK if member.is_read_only else fcntl.F_WRLCK
         if not _try_lock(member.fd, kind, offset, size_bytes):
             raise LockHeldError(f"{what}: {member.uri} is locked by another process of this host", pid=0)
-        self._member_locks.append((member.fd, offset, size_bytes))
+        self._member_locks.append((member, offset, size_bytes))
 
     def release(self) -> None:
         """Give the locks back; twice does nothing."""
-        for fd, offset, size_bytes in self._member_locks:
-            _try_lock(fd, fcntl.F_UNLCK, offset, size_bytes)
+        for member, offset, size_bytes in self._member_locks:
+            if member.fd >= 0:  # else closing it has released the lock
+                _try_lock(member.fd, fcntl.F_UNLCK, offset, size_bytes)
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
@@ -148,14 +154,19 @@ def device_key(device: BlockDevice) -> str:
     return f"device-{hashlib.sha256(mark).hexdigest()[:32]}"
 
 
+def _holder(fd: int) -> int:
+    """The process that a lock file names, 0 when there is no such one."""
+    text = os.pread(fd, 32, 0).decode(errors="replace").strip()
+    pid = int(text) if text.isdecimal() and text.isascii() else 0
+    return pid if pid and start_ticks(pid) is not None else 0
+
+
 def _try_lock(fd: int, kind: int, offset: int, size_bytes: int = 1) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, size_bytes, 0))
     except OSError as refusal:
         if refusal.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        if refusal.errno == errno.EBADF and kind == fcntl.F_UNLCK:
-            return True  # the device was closed first, which released the lock
         raise
     return True
 

@@ -110,10 +110,8 @@ class PageStore:
         """
         deadline = deadline or Deadline.after(self._timeout_s)
         addresses = self._check_batch(keys, pages, is_written=False)
-        if checksums is not None and (checksums.shape != (len(keys),) or checksums.dtype != np.uint32):
-            raise UsageError(
-                f"checksums: expected a ({len(keys)},) uint32 array, got {checksums.shape} {checksums.dtype}"
-            )
+        if checksums is not None:
+            _check_checksums(checksums, len(keys))
         if len(keys) > self.namespace.quota_pages:
             raise CapacityError(
                 f"{self.namespace.what}: put: expected at most the quota of {self.namespace.quota_pages} pages, "
@@ -277,6 +275,15 @@ class PageStore:
             raise UsageError(f"pages: expected one page per key, got {len(addresses)} for {len(keys)} keys")
         _check_distinct(keys)
         return addresses
+
+
+def _check_checksums(checksums: object, count: int) -> None:
+    got = f"{type(checksums).__name__}"
+    if isinstance(checksums, np.ndarray):
+        if checksums.shape == (count,) and checksums.dtype == np.uint32:
+            return
+        got = f"{checksums.shape} {checksums.dtype}"
+    raise UsageError(f"checksums: expected a ({count},) uint32 array, got {got}")
 
 
 def _check_distinct(keys: KeyArray) -> None:

@@ -381,6 +381,8 @@ class Volume:
         Args:
             geometry: what the caller expects; refused, naming the field, when the namespace has another.
         """
+        if mode not in ("owner", "reader"):
+            raise UsageError(f"mode: expected 'owner' or 'reader', got {mode!r}")
         info = self.namespace(name, deadline=deadline)
         what = f"{self.name}#{name}"
         if geometry is not None:
@@ -459,8 +461,8 @@ class Volume:
 
 
 def check_name(field: str, name: str) -> None:
-    if not name or not name.isprintable() or len(name.encode()) > NAME_BYTES:
-        raise UsageError(f"{field}: expected printable text of 1 to {NAME_BYTES} bytes, got {name!r}")
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name.encode()) > NAME_BYTES:
+        raise UsageError(f"{field}: expected printable text of 1 to {NAME_BYTES} bytes, got {name!r:.100}")
 
 
 def check_geometry(what: str, *, expected: Geometry, actual: Geometry) -> None:

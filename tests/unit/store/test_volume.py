@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from kvdev.clock import Deadline
 from kvdev.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.native.io import OPCODE_WRITE
-from kvdev.store.lock import DevicesLock, LockHeldError, OwnerLock
+from kvdev.store.lock import DevicesLock, LockHeldError, OwnerLock, device_key
 from kvdev.store.page_store import PageStore
 from kvdev.store.volume import Volume
 
@@ -504,3 +508,59 @@ def test_lock_file_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "kvdev" / "thing.lock").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"lock .*thing\.lock: Is a directory"):
         OwnerLock("thing", "thing")
+
+
+def test_owner_that_was_dropped_without_close_holds_nothing(tmp_path: Path) -> None:
+    for members in (devices(2), files(tmp_path, 2)):
+        volume = create(members)
+        volume.create_namespace("kv", GEOMETRY, quota_pages=8, deadline=soon())
+        namespace = volume.open_namespace("kv", deadline=soon())
+        del namespace
+        gc.collect()
+        volume.open_namespace("kv", deadline=soon()).close(deadline=soon())
+
+
+def test_lock_released_after_its_device_was_closed_leaves_the_next_file_alone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with (tmp_path / name).open("ab") as file:
+            file.truncate(2 * MIB)
+    first = FileDevice(tmp_path / "a")
+    late = OwnerLock("first", "unit-first", members=[first])
+    number = first.fd
+    first.close()
+    second = FileDevice(tmp_path / "b")
+    assert second.fd == number
+    kept = OwnerLock("second", "unit-second", members=[second])
+    late.release()
+    with pytest.raises(LockHeldError):
+        DevicesLock([FileDevice(tmp_path / "b")], byte_count=1)
+    kept.release()
+
+
+def test_lock_that_many_share_names_one_that_lives(tmp_path: Path) -> None:
+    device = StripeDevice(devices(1), strip_size_bytes=16384, uri=f"tcp:{tmp_path}")
+    code = (
+        "import sys; from kvdev.store.lock import *; from kvdev.store.lock import _Locks; import fcntl;"
+        "_Locks()._lock_file('x', sys.argv[1], kind=fcntl.F_RDLCK, verb='')"
+    )
+    subprocess.run([sys.executable, "-c", code, device_key(device)], check=True, timeout=60)
+    shared = OwnerLock("thing", "unit-shared", members=[device])
+    with pytest.raises(LockHeldError) as held:
+        DevicesLock([device], byte_count=1)
+    assert held.value.pid == os.getpid()
+    shared.release()
+
+
+@pytest.mark.parametrize("name", ["", "x" * 1000, "a\nb", None, 5, b"kv"])
+def test_names_that_are_none_are_refused(name: Any) -> None:
+    volume = create(devices(1))
+    with pytest.raises(UsageError, match="namespace name: expected printable text"):
+        volume.create_namespace(name, GEOMETRY, quota_pages=1, deadline=soon())
+
+
+def test_mode_that_is_none_is_refused() -> None:
+    volume = create(devices(1))
+    volume.create_namespace("kv", GEOMETRY, quota_pages=1, deadline=soon())
+    mode: Any = "writer"
+    with pytest.raises(UsageError, match="mode: expected 'owner' or 'reader', got 'writer'"):
+        volume.open_namespace("kv", mode=mode, deadline=soon())
