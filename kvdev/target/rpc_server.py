@@ -175,6 +175,7 @@ class RpcServer:
         self._is_ready = threading.Event()
         self._failure: BaseException | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._was_full = False
 
     def start(self) -> None:
         """Listen and serve in a thread of its own. Raises UsageError or ConnectError naming the path."""
@@ -248,7 +249,10 @@ class RpcServer:
         task = asyncio.current_task()
         assert task is not None
         if len(self._connections) >= CONNECTION_COUNT_LIMIT:
-            log.warning("rpc socket %s: more than %d connections", self.path, CONNECTION_COUNT_LIMIT)
+            # Once aloud: a log that nobody reads must not fill up, least of all a pipe.
+            level = logging.INFO if self._was_full else logging.WARNING
+            self._was_full = True
+            log.log(level, "rpc socket %s: more than %d connections", self.path, CONNECTION_COUNT_LIMIT)
             writer.transport.abort()
             return
         self._connections.add(task)
@@ -280,6 +284,8 @@ class _Connection:
         try:
             while chunk := await self._reader.read(_READ_SIZE_BYTES):
                 for raw in self._splitter.feed(chunk):
+                    if self._writer.is_closing():
+                        return
                     await self._start(decode_value(raw))
         finally:
             # The client is gone: nobody waits for these. What a method has begun it has finished already.
@@ -313,6 +319,8 @@ class _Connection:
             await self._write(reply + b"\n")
 
     async def _write(self, reply: bytes) -> None:
+        if self._writer.is_closing():  # asyncio would log each write to a client that has gone
+            raise ConnectionResetError("the client has gone")
         self._writer.write(reply)
         await asyncio.wait_for(self._writer.drain(), SEND_WAIT_LIMIT_S)
 

@@ -86,8 +86,9 @@ def target(tmp_path: Path) -> Iterator[FileTarget]:
         target.close()
 
 
+@pytest.mark.parametrize("options", [[], ["--kill-halfway"]])
 def test_target_killed_mid_run_is_3_and_flushed_pages_are_there_on_reopen(
-    target: FileTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], target: FileTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     volume = target.start()
     assert run(["volume", "create", volume, "--name", "pool", *HOST]) == 0
@@ -97,7 +98,7 @@ def test_target_killed_mid_run_is_3_and_flushed_pages_are_there_on_reopen(
     with (tmp_path / "err").open("wb") as errors:
         replay = process.start(
             "kvdev_tools.main",
-            [*arguments, "--requests", "100000", "--timeout", "5"],
+            [*arguments, "--requests", "100000", "--timeout", "5", *options],
             stdout=subprocess.DEVNULL,
             stderr=errors,
         )
@@ -153,6 +154,39 @@ def test_interrupt_ends_the_replay_and_its_children(options: list[str], tmp_path
     assert errors.decode().strip() == "kvdev: interrupted"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_client_killed_by_somebody_is_named_with_the_signal(tmp_path: Path) -> None:
+    arguments = [
+        sys.executable,
+        "-m",
+        "kvdev_tools.main",
+        "replay",
+        *TINY,
+        "--requests",
+        "20000",
+        "--kill-halfway",
+    ]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    replay = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    try:
+        limit = Deadline.after(60)
+        while not any(path.stat().st_size for path in tmp_path.glob("kvdev-replay-*/progress")):
+            assert replay.poll() is None
+            assert not limit.is_expired
+        children = Path(f"/proc/{replay.pid}/task/{replay.pid}/children").read_text().split()
+        client = next(
+            pid for pid in children if b"kvdev_tools.client" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(int(client), signal.SIGKILL)
+        _, errors = replay.communicate(timeout=30)
+    finally:
+        replay.kill()
+        replay.communicate()
+    assert replay.returncode == 4
+    assert errors.decode() == (
+        "kvdev: replay client: ended by signal SIGKILL: memory ran out, or somebody killed it\n"
+    )
 
 
 def test_replay_runs_beside_a_folder_named_like_the_package(

@@ -92,6 +92,7 @@ def replay(
     from kvdev_tools import report
     from kvdev_tools.exits import ExitCode
     from kvdev_tools.launch import ReplaySettings, run_replay
+    from kvdev_tools.supervisor import ClientFailedError
 
     if uri is not None:
         for name, value in (
@@ -128,7 +129,12 @@ def replay(
         host_id=host_id,
         timeout_s=timeout_s,
     )
-    totals, run = run_replay(settings)
+    try:
+        totals, run = run_replay(settings)
+    except ClientFailedError as error:
+        if not error.has_said_why:
+            click.echo(f"kvdev: {error}", err=True)
+        return error.code
     emit(report.document(totals, run), as_json=as_json, text=lambda: report.text(totals, run))
     if totals.mismatches or totals.page_errors:
         click.echo(

@@ -141,7 +141,7 @@ def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli, i
     """
     _open_standard_files()
     # An error is one line; warnings of the library belong to those who ask for a log.
-    for name in ("kvdev", "spdk_rpc"):
+    for name in ("kvdev", "spdk_rpc", "asyncio"):
         logging.getLogger(name).addHandler(logging.NullHandler())
     try:
         with _Interrupts():

@@ -23,11 +23,21 @@ _PIPE_READ_BYTES = 4096
 
 
 class ClientFailedError(KvdevError):
-    """A client process ended with an error, which it has printed itself; ``code`` is its exit code."""
+    """A client process ended with an error, which it has printed itself unless a signal ended it."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(f"replay client: ended with code {code}")
-        self.code = code
+    def __init__(self, status: int) -> None:
+        self.has_said_why = status > 0
+        self.code = status
+        text = f"ended with code {status}"
+        if status < 0:
+            number = -status
+            is_killed = number == signal.SIGKILL
+            self.code = int(ExitCode.REFUSED if is_killed else ExitCode.BUG)
+            name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+            text = f"ended by signal {name}" + (
+                ": memory ran out, or somebody killed it" if is_killed else ""
+            )
+        super().__init__(f"replay client: {text}")
 
 
 def run_clients(config: ClientConfig, *, kill_after: int | None, folder: Path) -> int:
@@ -56,7 +66,7 @@ def _run(config: ClientConfig, path: Path, *, is_killed: bool) -> None:
             return
         code = child.wait(process.STOP_TIMEOUT_S)
         if code != 0:
-            raise ClientFailedError(code if code > 0 else int(ExitCode.BUG))
+            raise ClientFailedError(code)
     finally:
         process.stop(child)
 

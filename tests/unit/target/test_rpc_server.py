@@ -298,3 +298,21 @@ def test_many_clients_at_once_each_get_their_own_replies(server: RpcServer) -> N
     for thread in threads:
         thread.join(WAIT_S)
     assert wrong == []
+
+
+def test_clients_that_leave_before_their_replies_fill_no_log(
+    server: RpcServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = b'{"jsonrpc":"2.0","id":1,"method":"big","params":{"size":100000}}'
+    for _ in range(CONNECTION_COUNT_LIMIT // 2):
+        with connect(server) as connection:
+            connection.sendall(request * 50)
+    assert ask(server, b'{"id":2,"method":"m"}', 1) == [result(2, "m")]
+    full = [connect(server) for _ in range(CONNECTION_COUNT_LIMIT)]
+    for _ in range(20):
+        with connect(server) as connection, contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    for connection in full:
+        connection.close()
+    loud = [record.getMessage() for record in caplog.records if record.levelname not in ("INFO", "DEBUG")]
+    assert loud == [f"rpc socket {server.path}: more than {CONNECTION_COUNT_LIMIT} connections"]
