@@ -491,20 +491,27 @@ static int pending_has_room(const struct kvdev_index *index, uint64_t count)
     return index->pending_count + count <= index->pending_limit;
 }
 
-/* A live slot leaves: at once if media never knew it, else when its free record is durable. */
+static void clear_entry(struct kvdev_entry *entry)
+{
+    memset(entry->key, 0, sizeof(entry->key));
+    entry->state = 0;
+    entry->checksum = 0;
+    entry->length = 0;
+}
+
+/* A live slot leaves: at once if media never knew it, else when its free record is durable. Until then
+ * its entry keeps what it said, free by its state alone, so that it can be revived. */
 static void retire(struct kvdev_index *index, uint32_t slot)
 {
     struct kvdev_entry *entry = entry_of(index, slot);
     hash_delete(index, hash_key(entry->key), slot);
     use_unlink(index, slot);
-    memset(entry->key, 0, sizeof(entry->key));
-    entry->state = 0;
-    entry->checksum = 0;
-    entry->length = 0;
     if (index->flags[slot] & FLAG_ON_MEDIA) {
+        entry->state = 0;
         set_state(index, slot, SLOT_LEAVING);
         due(index, slot);
     } else {
+        clear_entry(entry);
         index->flags[slot] &= (uint8_t)~FLAG_DUE;
         free_push(index, slot);
     }
@@ -644,8 +651,7 @@ static void load_live(struct kvdev_index *index, uint32_t slot)
     }
     if (loser != NONE) {
         struct kvdev_entry *gone = entry_of(index, loser);
-        memset(gone->key, 0, sizeof(gone->key));
-        gone->state = 0;
+        clear_entry(gone);
         set_state(index, loser, SLOT_LEAVING);
     }
 }
@@ -1022,7 +1028,11 @@ uint32_t kvdev_index_collect(struct kvdev_index *index, struct kvdev_entry *reco
             continue;
         }
         index->flags[slot] = (uint8_t)((index->flags[slot] & ~FLAG_DUE) | FLAG_ON_MEDIA);
-        records[count++] = *entry_of(index, slot);
+        records[count] = *entry_of(index, slot);
+        if (records[count].state == 0) {
+            clear_entry(&records[count]);
+        }
+        count++;
         index->block_dirty[block_of(index, slot)] = 1;
     }
     memmove(index->pending, index->pending + i, (index->pending_count - i) * sizeof(*index->pending));
@@ -1036,7 +1046,26 @@ void kvdev_index_settle(struct kvdev_index *index, const struct kvdev_entry *rec
         uint32_t slot = records[i].slot_index;
         if (records[i].state == 0 && state_of(index, slot) == SLOT_LEAVING) {
             index->flags[slot] &= (uint8_t)~FLAG_ON_MEDIA;
+            clear_entry(entry_of(index, slot));
             free_push(index, slot);
+        }
+    }
+}
+
+void kvdev_index_revive(struct kvdev_index *index, const struct kvdev_entry *records, uint32_t count,
+                        int is_live)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t slot = records[i].slot_index;
+        struct kvdev_entry *entry = entry_of(index, slot);
+        /* Length 0: it was cleared, in an attempt before this one or by the load. */
+        if (records[i].state != 0 || state_of(index, slot) != SLOT_LEAVING || entry->length == 0) {
+            continue;
+        }
+        if (is_live) {
+            entry->state = 1;
+        } else {
+            clear_entry(entry);
         }
     }
 }

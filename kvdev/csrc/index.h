@@ -132,6 +132,10 @@ uint32_t kvdev_index_verify(const struct kvdev_index *index, const uint8_t *keys
 /* Records due, in order; they are then in flight until settled (durable) or failed. */
 uint32_t kvdev_index_collect(struct kvdev_index *index, struct kvdev_entry *records, uint32_t max);
 void kvdev_index_settle(struct kvdev_index *index, const struct kvdev_entry *records, uint32_t count);
+/* Make the table's entries of slots that the records free live again, or free for good. While they live
+ * the table can be written without losing what they name before what replaces it is durable. */
+void kvdev_index_revive(struct kvdev_index *index, const struct kvdev_entry *records, uint32_t count,
+                        int is_live);
 /* The records' fate is unknown: live ones are withdrawn, and all get a free record due. */
 uint32_t kvdev_index_fail(struct kvdev_index *index, const struct kvdev_entry *records, uint32_t count);
 /* The data of entries without a record may be lost: withdraw them. */

@@ -387,6 +387,12 @@ class PageIndex:
         """The records are durable: slots they freed may be written again."""
         lib.kvdev_index_settle(self._handle, _pointer(records, "struct kvdev_entry[]"), len(records))
 
+    def revive(self, records: EntryArray, *, is_live: bool) -> None:
+        """Make the table's entries of slots that the records free live again, or free for good."""
+        lib.kvdev_index_revive(
+            self._handle, _pointer(records, "struct kvdev_entry[]"), len(records), int(is_live)
+        )
+
     def fail(self, records: EntryArray) -> int:
         """The records' fate is unknown: withdraw what they stored; returns how many entries that were."""
         return int(

@@ -433,23 +433,34 @@ class KvNamespace:
     def _commit_past_journal(self, records: EntryArray, deadline: Deadline) -> None:
         """After a journal write of unknown fate: its blocks are left alone, the table takes the records.
 
-        The sequence moves past theirs, so that nothing the lost blocks hold is ever replayed over it.
+        The sequence moves past theirs, so that nothing the lost blocks hold is ever replayed over it. Table
+        blocks have no order among them: first they are written with what the records free still live, so
+        that a cut leaves a replaced page or its successor, then once more without.
         """
         self._journal.next_sequence += len(records)
+        self._index.revive(records, is_live=True)
+        try:
+            self._write_dirty(self._index.dirty_blocks(), self.epoch, deadline)
+        finally:
+            self._index.revive(records, is_live=False)
         self._checkpoint(deadline)
 
     def _checkpoint(self, deadline: Deadline, **fields: object) -> None:
         """Write the table's changed blocks, flush, then move the journal's tail in the record."""
         blocks = self._index.dirty_blocks()
         epoch = int(str(fields.get("epoch", self.epoch)))
-        if len(blocks):
-            self._index.seal(blocks, sequence=self._journal.next_sequence - 1, epoch=epoch)
-            self._io.flush(self._write_table(blocks, deadline), deadline)
+        self._write_dirty(blocks, epoch, deadline)
         head, sequence = self._journal.head_position, self._journal.next_sequence
         self._write_record(deadline, tail_position=head, tail_sequence=sequence, **fields)
         self._index.clear_dirty(blocks)
         self._journal.restart(head, sequence)
         self.checkpoint_count += 1
+
+    def _write_dirty(self, blocks: Uint32Array, epoch: int, deadline: Deadline) -> None:
+        """Write table blocks as they are, sealed with the newest sequence, and make them durable."""
+        if len(blocks):
+            self._index.seal(blocks, sequence=self._journal.next_sequence - 1, epoch=epoch)
+            self._io.flush(self._write_table(blocks, deadline), deadline)
 
     def _write_table(self, blocks: Uint32Array, deadline: Deadline) -> MemberMask:
         """Write table blocks from where they stand, neighbours together."""
