@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import stat
@@ -171,6 +172,7 @@ def _try_lock(fd: int, kind: int, offset: int, size_bytes: int = 1) -> bool:
     return True
 
 
+@functools.cache
 def boot_id() -> bytes:
     """16 bytes that change with every boot of this host; zero when the kernel does not tell."""
     try:

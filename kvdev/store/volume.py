@@ -591,11 +591,15 @@ def _write_volume(
         write_blocks(member, 0, build_label(label), deadline)
         flush(member, deadline)
     io = VolumeIo(stripe, strip_size_bytes=superblock.strip_size_bytes)
+    write_superblocks(io, superblock, deadline)
+    return io
+
+
+def write_superblocks(io: VolumeIo, superblock: Superblock, deadline: Deadline) -> None:
+    """Both copies, one after the other: a crash never finds both half written."""
     for copy_index, slba in enumerate(superblock_slbas(superblock)):
-        # One after the other: a crash never finds both half written.
         data = build_superblock(superblock, copy_index=copy_index)
         io.flush(io.write(slba, data, deadline), deadline)
-    return io
 
 
 def _check_unused(members: Sequence[BlockDevice], destroy: frozenset[str], deadline: Deadline) -> None:
