@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.clock import Deadline
-from kvdev.errors import CapacityError, CorruptionError, KvdevError, UsageError
+from kvdev.errors import CapacityError, CorruptionError, KvdevError, UnsupportedError, UsageError
 from kvdev.keys import KEY_SIZE_BYTES, KeyArray
 from kvdev.native.index import (
     OUTCOME_FAILED,
@@ -38,7 +38,7 @@ from kvdev.store.geometry_block import read_geometry
 from kvdev.store.journal import Journal
 from kvdev.store.lock import OwnerLock, boot_id, start_ticks
 from kvdev.store.page_io import page_io_of
-from kvdev.store.superblock import FLAG_CLEAN, Record
+from kvdev.store.superblock import EVICTION_POLICIES, FLAG_CLEAN, Record, policy_name
 from kvdev.store.volume_io import MemberMask, VolumeIo
 
 Mode = Literal["owner", "reader"]
@@ -143,6 +143,14 @@ class KvNamespace:
         self.uuid = record.namespace_uuid
         self.name = record.name
         self.quota_pages = record.quota_pages
+        self.eviction_policy = policy_name(record)
+        if self.eviction_policy not in EVICTION_POLICIES and self.mode == "owner":
+            raise UnsupportedError(
+                f"{self.what}: eviction policy: expected one of {', '.join(EVICTION_POLICIES)}, got "
+                f"{self.eviction_policy}; use a newer kvdev",
+                feature="eviction policy",
+            )
+        self._counts_uses = self.eviction_policy == "lru"
         self.page_size_bytes = record.page_size_bytes
         self.geometry = read_geometry(self._io, record, what=self.what, deadline=deadline)
         if self.geometry.page_size_bytes != record.page_size_bytes:
@@ -245,13 +253,13 @@ class KvNamespace:
         """A grant to read each key's page; ``slot_index`` SLOT_NONE where it is not stored."""
         with self.mutex:
             self._check_open()
-            return self._index.lookup(keys, touch=touch)[0]
+            return self._index.lookup(keys, touch=touch and self._counts_uses)[0]
 
     def lookup_counted(self, keys: KeyArray) -> tuple[GrantArray, int]:
         """``lookup`` as a use, and how many of the keys are stored."""
         with self.mutex:
             self._check_open()
-            return self._index.lookup(keys, touch=True)
+            return self._index.lookup(keys, touch=self._counts_uses)
 
     def contains(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         with self.mutex:
@@ -280,7 +288,7 @@ class KvNamespace:
             return self._index.confirm(grants)
 
     def reserve(self, keys: KeyArray, *, deadline: Deadline) -> GrantArray:
-        """Grants to write a page for each key, evicting the least recently used at the quota.
+        """Grants to write a page for each key, evicting at the quota by the namespace's policy.
 
         May flush, when only slots are left whose free records are not durable. Raises CapacityError when
         the batch exceeds ``batch_limit``, or when no slot can be had.
@@ -298,14 +306,14 @@ class KvNamespace:
             _, replaced = self._index.lookup(keys, touch=True)
             excess = live_count + reserved_count + count - replaced - self.quota_pages
             if excess > 0:
-                self._index.evict(excess)
+                self._evict(excess)
             grants = self._index.reserve(count, self.page_size_bytes)
             if grants is None:
                 self._commit(deadline)
                 grants = self._index.reserve(count, self.page_size_bytes)
             if grants is None:
                 # Replaced pages keep their slots until the new ones are stored: make room for both.
-                self._index.evict(count - self._index.stat().free_count)
+                self._evict(count - self._index.counts()[2])
                 self._commit(deadline)
                 grants = self._index.reserve(count, self.page_size_bytes)
             if grants is None:
@@ -315,6 +323,14 @@ class KvNamespace:
                     f"{stat.reserved_count} reserved, {stat.quarantined_count} quarantined"
                 )
             return grants
+
+    def _evict(self, count: int) -> None:
+        if self.eviction_policy == "none":
+            raise CapacityError(
+                f"{self.what}: is full: its quota is {self.quota_pages} pages and its eviction policy none; "
+                f"delete pages first"
+            )
+        self._index.evict(count)
 
     def _make_room(self, count: int, deadline: Deadline) -> tuple[int, int]:
         """Have room for ``count`` more records; returns how many slots are live and reserved then."""

@@ -7,7 +7,7 @@ Trust: the ``parse_`` functions take untrusted bytes; raise only CorruptionError
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvdev.store.media import (
     MAGIC_RECORD,
@@ -97,6 +97,9 @@ def parse_superblock(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Supe
     )
 
 
+EVICTION_POLICIES = ("lru", "fifo", "none")
+"""By their number in the record: the least recently used page goes, the one put first, or none and puts fail."""
+
 RECORD_FREE = 0
 RECORD_LIVE = 1
 FLAG_CLEAN = 0x01
@@ -139,6 +142,8 @@ class Record:
     owner_pid: int
     owner_start_ticks: int
     created_unix_s: int
+    eviction_policy: int = 0
+    """Index in ``EVICTION_POLICIES``; a later version may know more."""
 
     @property
     def is_live(self) -> bool:
@@ -153,13 +158,19 @@ class Record:
         return self.extent_slba + self.extent_block_count
 
 
+def policy_name(record: Record) -> str:
+    """The eviction policy's name; a number this version does not know is shown as such."""
+    number = record.eviction_policy
+    return EVICTION_POLICIES[number] if number < len(EVICTION_POLICIES) else f"unknown ({number})"
+
+
 def build_record(record: Record) -> bytes:
     body = _RECORD.pack(
         pack_name(record.name),
         record.namespace_uuid,
         record.geometry_fingerprint,
         record.state,
-        0,
+        record.eviction_policy,
         0,
         record.flags,
         record.page_size_bytes,
@@ -197,8 +208,8 @@ def build_record(record: Record) -> bytes:
 
 def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
     header, body = parse_structure(untrusted, magic=MAGIC_RECORD, what=what, uuid=volume_uuid)
-    name, namespace_uuid, fingerprint, state, _policy, _priority, flags, *rest = _RECORD.unpack_from(body)
-    return Record(
+    name, namespace_uuid, fingerprint, state, policy, _priority, flags, *rest = _RECORD.unpack_from(body)
+    record = Record(
         header.uuid,
         header.index,
         header.sequence,
@@ -210,3 +221,4 @@ def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
         flags,
         *rest,
     )
+    return replace(record, eviction_policy=policy)

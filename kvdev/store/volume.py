@@ -7,9 +7,10 @@ Spec: docs/on-disk-format.md.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
@@ -22,6 +23,7 @@ from kvdev.native.crc import crc32c
 from kvdev.native.index import format_table
 from kvdev.native.io import OPCODE_WRITE
 from kvdev.store.directory import Directory
+from kvdev.store.erase import Progress, erase_blocks
 from kvdev.store.geometry_block import build_geometry, read_geometry
 from kvdev.store.label import (
     IDENTITY_NAMES,
@@ -40,6 +42,7 @@ from kvdev.store.page_io import PageIo, page_io_of
 from kvdev.store.plan import NamespacePlan, pages_within, plan_namespace
 from kvdev.store.signature import find_signatures, find_users, wipe
 from kvdev.store.superblock import (
+    EVICTION_POLICIES,
     RECORD_COUNT,
     RECORD_FREE,
     RECORD_LIVE,
@@ -47,6 +50,7 @@ from kvdev.store.superblock import (
     Superblock,
     build_superblock,
     parse_superblock,
+    policy_name,
 )
 from kvdev.store.volume_io import MemberMask, VolumeIo
 from kvdev.units import MIB, format_size
@@ -54,6 +58,8 @@ from kvdev.units import MIB, format_size
 STRIP_SIZE_BYTES_DEFAULT = 128 * 1024
 BLOCK_SIZE_BYTES_MAX = UNIT_BYTES
 FORMAT_PIECE_BYTES = MIB
+ERASE_TIMEOUT_S = 30.0
+"""For what follows the erasing of pages, whose length nobody can bound beforehand."""
 VOLUME_LOCK_BYTE = 0
 """Which lock byte of a member file stands for the volume; its KV namespaces' follow."""
 
@@ -71,6 +77,7 @@ class NamespaceInfo:
     extent_bytes: int
     epoch: int
     is_clean: bool
+    eviction_policy: str
     record: Record
 
 
@@ -195,6 +202,7 @@ class Volume:
             extent_bytes=record.extent_block_count * self.block_size_bytes,
             epoch=record.epoch,
             is_clean=record.is_clean,
+            eviction_policy=policy_name(record),
             record=record,
         )
 
@@ -240,13 +248,22 @@ class Volume:
         quota_bytes: int | None = None,
         quota_pages: int | None = None,
         journal_block_count: int | None = None,
+        eviction_policy: str = "lru",
         deadline: Deadline,
     ) -> NamespaceInfo:
         """Make an empty KV namespace; one of the two quotas says how many pages it may hold.
 
         ``quota_bytes`` counts pages' bytes; table, journal and spare slots come on top (see ``plan``).
+
+        Args:
+            eviction_policy: what goes at the quota: ``lru`` the page unused longest, ``fifo`` the one put
+                first, ``none`` nothing, so that puts fail with CapacityError.
         """
         check_name("namespace name", name)
+        if eviction_policy not in EVICTION_POLICIES:
+            raise UsageError(
+                f"eviction_policy: expected one of {', '.join(EVICTION_POLICIES)}, got {eviction_policy!r}"
+            )
         if (quota_bytes is None) == (quota_pages is None):
             raise UsageError("quota: expected one of quota_bytes and quota_pages")
         if quota_pages is None:
@@ -266,6 +283,7 @@ class Volume:
             place_index = self._free_place(deadline)
             slba = self._find_extent(plan, name, deadline)
             record = self._new_record(name, geometry, plan, slba, place_index, deadline)
+            record = replace(record, eviction_policy=EVICTION_POLICIES.index(eviction_policy))
             self._format(record, geometry, deadline)
             for copy in range(2):
                 # Both copies, one after the other: from here on one intact copy alone means a loss.
@@ -404,8 +422,37 @@ class Volume:
         """A data-only handle: reads and writes pages by grants that the owner hands out, takes no lock."""
         return page_io_of(self.io, self.namespace(name, deadline=deadline).record)
 
-    def delete_namespace(self, name: str, *, deadline: Deadline) -> None:
-        """Remove a KV namespace and free its extent; refused while it has an owner on this host."""
+    def delete_namespace(
+        self, name: str, *, erase: bool = False, progress: Progress | None = None, deadline: Deadline
+    ) -> None:
+        """Remove a KV namespace and free its extent; refused while it has an owner on this host.
+
+        Args:
+            erase: overwrite everything it held and verify that first. Interrupted, the namespace is still
+                there, with fewer pages, to be deleted again. Each piece has its own deadline.
+        """
+        with self._namespace_held(name, deadline) as current:
+            geometry_blocks = UNIT_BYTES // self.block_size_bytes
+            if erase:
+                # Without the geometry the volume's namespaces could not be listed: it goes last.
+                first = current.extent_slba + geometry_blocks
+                erase_blocks(self.io, first, current.extent_end - first, progress=progress)
+                deadline = Deadline.after(ERASE_TIMEOUT_S)
+            self._write_both(replace(current, state=RECORD_FREE), deadline)
+            if erase:
+                erase_blocks(self.io, current.extent_slba, geometry_blocks)
+
+    def rename_namespace(self, name: str, new_name: str, *, deadline: Deadline) -> None:
+        """Give a KV namespace another name; refused while it has an owner on this host."""
+        check_name("new name", new_name)
+        with self._namespace_held(name, deadline) as current:
+            if any(info.name == new_name for info in self.namespaces(deadline=deadline)):
+                raise UsageError(f"volume {self.name}: namespace {new_name!r}: exists already")
+            self._write_both(replace(current, name=new_name), deadline)
+
+    @contextlib.contextmanager
+    def _namespace_held(self, name: str, deadline: Deadline) -> Iterator[Record]:
+        """The newest record of a namespace, under the locks that a change of it needs."""
         volume_lock = self._lock_volume(deadline)
         try:
             record = self.namespace(name, deadline=deadline).record
@@ -413,14 +460,17 @@ class Volume:
             try:
                 current = self.directory.read(record.record_index, deadline).record
                 assert current is not None
-                for step in (1, 2):
-                    # Both copies: the older one must not come back when the newer is damaged.
-                    gone = replace(current, state=RECORD_FREE, sequence=current.sequence + step)
-                    self.io.flush(self.directory.write(gone, deadline), deadline)
+                yield current
             finally:
                 lock.release()
         finally:
             volume_lock.release()
+
+    def _write_both(self, record: Record, deadline: Deadline) -> None:
+        """Both copies, one after the other: the older state must not come back when the newer is damaged."""
+        for step in (1, 2):
+            newer = replace(record, sequence=record.sequence + step)
+            self.io.flush(self.directory.write(newer, deadline), deadline)
 
     def _check_still_there(self, record: Record, what: str, deadline: Deadline) -> None:
         """What was read before the lock may have been deleted, and its place or devices given to another."""

@@ -24,6 +24,13 @@ def namespace() -> None:
 @click.argument("uri", metavar="VOLUME#NAME")
 @click.option("--quota", metavar="SIZE", help="Bytes of pages it may hold  [default: all that is free]")
 @click.option("--quota-pages", type=click.IntRange(1), help="The same as a number of pages.")
+@click.option(
+    "--eviction",
+    type=click.Choice(["lru", "fifo", "none"]),
+    default="lru",
+    show_default=True,
+    help="What goes at the quota: the page unused longest, the one put first, or none: puts fail.",
+)
 @click.option("--tokens-per-page", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--revision", default="", help="Revision of the model's weights.")
 @geometry_options
@@ -34,6 +41,7 @@ def create(
     uri: str,
     quota: str | None,
     quota_pages: int | None,
+    eviction: str,
     tokens_per_page: int,
     revision: str,
     host_nqn: str | None,
@@ -79,7 +87,12 @@ def create(
                     f"delete a namespace or enlarge the volume"
                 )
         info = volume.create_namespace(
-            parsed.name, geometry, quota_bytes=quota_bytes, quota_pages=quota_pages, deadline=deadline
+            parsed.name,
+            geometry,
+            quota_bytes=quota_bytes,
+            quota_pages=quota_pages,
+            eviction_policy=eviction,
+            deadline=deadline,
         )
     found = _describe(info)
     emit(found, as_json=as_json, text=lambda: _text(found))
@@ -159,17 +172,30 @@ def show(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, 
 @namespace.command()
 @click.argument("uri", metavar="VOLUME#NAME")
 @click.option("--yes", metavar="NAME", help="The name again, to say that its pages may go.")
+@click.option(
+    "--erase", is_flag=True, help="Overwrite everything it held with zeroes, and verify by reading."
+)
 @host_options
 @timeout_option
 @json_option
 def delete(
-    uri: str, yes: str | None, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
+    uri: str,
+    yes: str | None,
+    erase: bool,
+    host_nqn: str | None,
+    host_id: str | None,
+    timeout_s: float,
+    as_json: bool,
 ) -> None:
     """Delete a KV namespace and all pages in it; refused while it has an owner on this host.
 
+    With --erase its blocks are overwritten and read back first, which takes as long as writing and reading
+    all of them; interrupted, the namespace is still there to be deleted again.
+
     \b
-    Example:
+    Examples:
       kvdev namespace delete "vol:file:/srv/kv0.img#mine" --yes mine
+      kvdev namespace delete "vol:file:/srv/kv0.img#mine" --yes mine --erase
     """
     from kvdev.errors import UsageError
     from kvdev.uri import parse_kv_namespace_uri
@@ -183,8 +209,39 @@ def delete(
 
         deadline = operation_deadline(timeout_s)
         volume = open_volume(session, parsed.volume, deadline=deadline)
-        volume.delete_namespace(parsed.name, deadline=deadline)
-    emit({"deleted": parsed.name}, as_json=as_json, text=lambda: [f"deleted {parsed.name}"])
+        extent_bytes = volume.namespace(parsed.name, deadline=deadline).extent_bytes
+        volume.delete_namespace(parsed.name, erase=erase, deadline=deadline)
+    erased = extent_bytes if erase else 0
+    said = f"deleted {parsed.name}" + (f", erased {format_size(erased)}" if erase else "")
+    emit({"deleted": parsed.name, "erased_bytes": erased}, as_json=as_json, text=lambda: [said])
+
+
+@namespace.command()
+@click.argument("uri", metavar="VOLUME#NAME")
+@click.argument("new_name", metavar="NEW_NAME")
+@host_options
+@timeout_option
+@json_option
+def rename(
+    uri: str, new_name: str, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
+) -> None:
+    """Give a KV namespace another name; its pages stay. Refused while it has an owner on this host.
+
+    \b
+    Example:
+      kvdev namespace rename "vol:file:/srv/kv0.img#mine" yours
+    """
+    from kvdev.uri import parse_kv_namespace_uri
+
+    parsed = parse_kv_namespace_uri(uri)
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        volume = open_volume(session, parsed.volume, deadline=deadline)
+        volume.rename_namespace(parsed.name, new_name, deadline=deadline)
+    found = {"name": new_name, "previous_name": parsed.name}
+    emit(found, as_json=as_json, text=lambda: [f"renamed {parsed.name} to {new_name}"])
 
 
 def _describe(info: NamespaceInfo) -> dict[str, Any]:
@@ -199,6 +256,7 @@ def _describe(info: NamespaceInfo) -> dict[str, Any]:
         "extent_bytes": info.extent_bytes,
         "epoch": info.epoch,
         "is_clean": info.is_clean,
+        "eviction_policy": info.eviction_policy,
     }
 
 

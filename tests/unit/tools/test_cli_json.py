@@ -90,8 +90,12 @@ def test_volume_namespace_page_and_replay_have_the_documented_keys(
     checked = call(capsys, "volume", "check", volume)
     assert {key for key in documented("volume check") if "findings" not in key} == keys_of(checked)
     assert checked["is_ok"]
-    deleted = call(capsys, "namespace", "delete", f"{volume}#kv", "--yes", "kv")
+    renamed = call(capsys, "namespace", "rename", f"{volume}#kv", "new")
+    assert keys_of(renamed) == documented("namespace rename")
+    assert call(capsys, "namespace", "show", f"{volume}#new")["pages"] == after["pages"]
+    deleted = call(capsys, "namespace", "delete", f"{volume}#new", "--yes", "new", "--erase")
     assert keys_of(deleted) == documented("namespace delete")
+    assert deleted["erased_bytes"] == after["extent_bytes"]
     assert call(capsys, "namespace", "list", volume) == {"namespaces": []}
 
 

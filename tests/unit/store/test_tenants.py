@@ -1,0 +1,191 @@
+"""What tenants may ask of a KV namespace: an eviction policy, another name, to be erased."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdev.block.memory import MemoryDevice
+from kvdev.clock import Deadline
+from kvdev.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
+from kvdev.geometry import Geometry
+from kvdev.keys import KeyArray
+from kvdev.store.page_store import PageStore
+from kvdev.store.volume import Volume
+
+GEOMETRY = Geometry(model_id="unit", layer_count=1, kv_head_count=1, head_size=32, tokens_per_page=64)
+PAGE = GEOMETRY.page_size_bytes
+SECRET = np.full(PAGE, 0x5A, dtype=np.uint8)
+
+
+def soon() -> Deadline:
+    return Deadline.after(30)
+
+
+def keys_of(*numbers: int) -> KeyArray:
+    return np.stack([np.full(32, number + 1, dtype=np.uint8) for number in numbers])
+
+
+def put(store: PageStore, *numbers: int) -> None:
+    pages = np.stack([np.full(PAGE, number, dtype=np.uint8) for number in numbers])
+    assert store.put(keys_of(*numbers), pages).stored_count == len(numbers)
+
+
+def stored(store: PageStore, count: int) -> list[int]:
+    return [int(number) for number in np.flatnonzero(store.contains(keys_of(*range(count))))]
+
+
+def tenant(lab: Any, policy: str, quota_pages: int = 4) -> PageStore:
+    info = lab.volume.create_namespace(
+        policy, GEOMETRY, quota_pages=quota_pages, eviction_policy=policy, deadline=soon()
+    )
+    assert info.eviction_policy == policy
+    store = PageStore(lab.volume.open_namespace(policy, deadline=soon()))
+    lab.stores.append(store)
+    return store
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("lru", [0, 3, 4, 5]), ("fifo", [2, 3, 4, 5])])
+def test_page_at_the_quota_goes_by_the_policy(lab: Any, policy: str, expected: list[int]) -> None:
+    store = tenant(lab, policy)
+    for number in range(4):
+        put(store, number)
+    assert store.get(keys_of(0), lab.room(1)).hit_count == 1
+    put(store, 4)
+    put(store, 5)
+    assert stored(store, 6) == expected
+    store.close()
+    again = PageStore(lab.volume.open_namespace(policy, deadline=soon()))
+    assert again.namespace.eviction_policy == policy
+    # The order is on media: what would have gone next goes next.
+    put(again, 6)
+    assert stored(again, 7) == sorted({*expected, 6} - {expected[0] if policy == "fifo" else 3})
+    again.close()
+
+
+def test_fifo_when_a_page_is_replaced_counts_it_as_new_and_keeps_the_quota(lab: Any) -> None:
+    store = tenant(lab, "fifo")
+    for number in range(4):
+        put(store, number)
+    put(store, 0, 9)
+    assert stored(store, 10) == [0, 2, 3, 9]
+    put(store, 8)
+    assert stored(store, 10) == [0, 3, 8, 9]
+
+
+def test_none_when_full_refuses_puts_and_keeps_every_page(lab: Any) -> None:
+    store = tenant(lab, "none")
+    put(store, 0, 1, 2, 3)
+    with pytest.raises(CapacityError, match="is full: its quota is 4 pages and its eviction policy none"):
+        store.put(keys_of(4), lab.room(1))
+    for _ in range(8):
+        put(store, 1, 2)  # replacing needs no room, however often
+    assert stored(store, 5) == [0, 1, 2, 3]
+    store.delete(keys_of(0))
+    put(store, 4)
+    assert stored(store, 5) == [1, 2, 3, 4]
+    stat = store.namespace.stat().index
+    assert stat.reserved_count == 0 and stat.live_count == 4
+
+
+def test_policy_when_unknown_is_refused(lab: Any) -> None:
+    with pytest.raises(UsageError, match="eviction_policy: expected one of lru, fifo, none, got 'mru'"):
+        lab.volume.create_namespace("x", GEOMETRY, quota_pages=4, eviction_policy="mru", deadline=soon())
+    record = lab.volume.namespace("kv", deadline=soon()).record
+    for step in (1, 2):
+        newer = vars(record) | {"eviction_policy": 9, "sequence": record.sequence + step}
+        lab.volume.directory.write(type(record)(**newer), soon())
+    assert lab.volume.namespace("kv", deadline=soon()).eviction_policy == "unknown (9)"
+    with pytest.raises(UnsupportedError, match=r"got unknown \(9\); use a newer kvdev"):
+        lab.store()
+    lab.volume.open_namespace("kv", mode="reader", deadline=soon())
+
+
+def test_rename_keeps_pages_and_frees_the_name(lab: Any) -> None:
+    store = lab.store()
+    put(store, 1, 2)
+    with pytest.raises(UsageError, match="owned by"):
+        lab.volume.rename_namespace("kv", "other", deadline=soon())
+    store.close()
+    lab.volume.create_namespace("taken", GEOMETRY, quota_pages=4, deadline=soon())
+    for name, reason in (("taken", "exists already"), ("", "new name"), ("kv", "exists already")):
+        with pytest.raises(UsageError, match=reason):
+            lab.volume.rename_namespace("kv", name, deadline=soon())
+    lab.volume.rename_namespace("kv", "other", deadline=soon())
+    volume = Volume.open(lab.members, deadline=soon())
+    assert [info.name for info in volume.namespaces(deadline=soon())] == ["other", "taken"]
+    again = PageStore(volume.open_namespace("other", deadline=soon()))
+    assert stored(again, 4) == [1, 2]
+    again.close()
+
+
+def test_rename_when_either_copy_is_lost_shows_the_new_name(lab: Any) -> None:
+    lab.volume.rename_namespace("kv", "other", deadline=soon())
+    for copy in range(2):
+        images = [member.data.copy() for member in lab.members]
+        slba = lab.volume.directory.slba_of(0, copy)
+        lab.volume.io.write(slba, bytes(4096), soon())
+        volume = Volume.open(lab.members, deadline=soon())
+        assert [info.name for info in volume.namespaces(deadline=soon())] == ["other"]
+        for member, image in zip(lab.members, images, strict=True):
+            member.data[:] = image
+
+
+def count_secrets(members: list[MemoryDevice]) -> int:
+    return sum(bytes(member.data).count(SECRET[:512].tobytes()) for member in members)
+
+
+def test_erase_leaves_nothing_of_the_namespace_and_nothing_else_is_touched(lab: Any) -> None:
+    other = tenant(lab, "lru")
+    put(other, 3)
+    other.close()
+    store = lab.store()
+    store.put(keys_of(1, 2), np.stack([SECRET, SECRET]))
+    store.close()
+    record = lab.volume.namespace("kv", deadline=soon()).record
+    assert count_secrets(lab.members)
+    seen: list[tuple[int, int]] = []
+    lab.volume.delete_namespace(
+        "kv", erase=True, progress=lambda done, total: seen.append((done, total)), deadline=soon()
+    )
+    assert not count_secrets(lab.members)
+    assert not lab.volume.io.read(record.extent_slba, record.extent_block_count, soon()).any()
+    assert seen[-1][0] == seen[-1][1] and seen == sorted(seen)
+    volume = Volume.open(lab.members, deadline=soon())
+    assert [info.name for info in volume.namespaces(deadline=soon())] == ["lru"]
+    assert stored(PageStore(volume.open_namespace("lru", mode="reader", deadline=soon())), 5) == [3]
+
+
+def test_erase_when_a_write_fails_keeps_the_namespace_to_be_deleted_again(lab: Any) -> None:
+    store = lab.store()
+    store.put(keys_of(1), SECRET[None])
+    store.close()
+    lab.fail[1, 1] = (-5, 0x280)
+    with pytest.raises(Exception, match="write fault"):
+        lab.volume.delete_namespace("kv", erase=True, deadline=soon())
+    lab.fail.clear()
+    assert [info.name for info in lab.volume.namespaces(deadline=soon())] == ["kv"]
+    lab.volume.delete_namespace("kv", erase=True, deadline=soon())
+    assert not count_secrets(lab.members)
+    assert not lab.volume.namespaces(deadline=soon())
+
+
+def test_erase_when_a_device_ignores_writes_says_where(lab: Any) -> None:
+    store = lab.store()
+    store.put(keys_of(1), SECRET[None])
+    store.close()
+    image = lab.members[0].data.copy()
+    first = lab.volume.namespace("kv", deadline=soon()).record.extent_slba
+
+    def forget(opcode: int, slba: int, payload: object) -> tuple[int, int]:
+        if opcode == 2:
+            lab.members[0].data[:] = image
+        return 0, 0
+
+    lab.members[0].observer = forget
+    with pytest.raises(CorruptionError, match=r"erase: LBA \d+: expected zeroes") as refusal:
+        lab.volume.delete_namespace("kv", erase=True, deadline=soon())
+    assert int(str(refusal.value).split("LBA ")[1].split(":")[0]) >= first
+    assert Geometry.from_dict(lab.volume.namespace("kv", deadline=soon()).geometry.to_dict()) == GEOMETRY
