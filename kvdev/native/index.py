@@ -410,6 +410,13 @@ class PageIndex:
         dirty: Uint32Array = blocks[:count].copy()
         return dirty
 
+    def mark_dirty(self, blocks: Uint32Array) -> None:
+        """Take table blocks for different from media."""
+        dirty = np.frombuffer(
+            ffi.buffer(lib.kvdev_index_dirty_map(self._handle), self.table.block_count), dtype=np.uint8
+        )
+        dirty[blocks] = 1
+
     def seal(self, blocks: Uint32Array, *, sequence: int, epoch: int) -> None:
         """Write the headers of table blocks: they include everything up to ``sequence``."""
         lib.kvdev_index_seal(self._handle, _pointer(blocks, "uint32_t[]"), len(blocks), sequence, epoch)

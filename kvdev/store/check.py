@@ -1,20 +1,22 @@
-"""Read-only check of a volume: labels, superblocks, records, tables, journals and every page's checksum.
+"""Check of a volume: labels, superblocks, records, tables, journals and every page's checksum.
 
-Not here: repair. A page that fails is lost: it is reported, and a get of it is a miss already.
+Read-only unless repair is asked for. Repair brings nothing back: pages that fail leave the table, damaged
+table blocks are written empty, lost copies of superblock and record are written from the intact ones.
 Threads: blocks while it reads; ``progress`` is called from the same thread between batches.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdev.block.device import BlockDevice, aligned_buffer
-from kvdev.clock import Deadline
-from kvdev.errors import KvdevError
+from kvdev.clock import NS_PER_S, SYSTEM_CLOCK, Deadline
+from kvdev.errors import KvdevError, UsageError
 from kvdev.native.index import ENTRY_DTYPE, GRANT_DTYPE, EntryArray, GrantArray
 from kvdev.native.io import address_of
 from kvdev.store.media import STRUCTURE_BYTES
@@ -37,6 +39,7 @@ class Finding:
     where: str
     what: str
     lost_pages_max: int = 0
+    is_repaired: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class CheckProgress:
     namespace: str
     checked_pages: int
     total_pages: int
+    next_slot: int
+    """Where to go on: ``start_at`` of a later check."""
 
 
 @dataclass
@@ -58,6 +63,8 @@ class NamespaceCheck:
     bad_pages: int = 0
     unreadable_pages: int = 0
     replayed_records: int = 0
+    was_closed: bool = False
+    """Repair has written everything back."""
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -71,7 +78,12 @@ class CheckReport:
 
     @property
     def is_ok(self) -> bool:
-        return not self.findings and not any(namespace.findings for namespace in self.namespaces)
+        return not self.all_findings
+
+    @property
+    def all_findings(self) -> list[Finding]:
+        """Those of the volume, then those of each namespace."""
+        return [*self.findings, *(finding for each in self.namespaces for finding in each.findings)]
 
 
 Progress = Callable[[CheckProgress], None]
@@ -82,14 +94,21 @@ def check_volume(
     *,
     progress: Progress | None = None,
     reads_pages: bool = True,
+    repair: bool = False,
+    bytes_per_s: int | None = None,
+    start_at: tuple[str, int] | None = None,
     timeout_s: float = BATCH_TIMEOUT_S,
 ) -> CheckReport:
-    """Verify everything on a volume's members without writing anything.
+    """Verify everything on a volume's members; without ``repair`` nothing is written.
 
     Args:
         reads_pages: False checks the structures only.
+        repair: open each namespace as its owner, and put right what is found; one in use is a finding.
+        bytes_per_s: read pages no faster than this.
+        start_at: namespace and slot where a check that was interrupted goes on.
         timeout_s: bounds each batch, not the whole check.
     """
+    options = _Options(progress, reads_pages, repair, _Throttle(bytes_per_s), timeout_s)
     report = CheckReport()
     try:
         volume = Volume.open(devices, deadline=Deadline.after(timeout_s))
@@ -98,15 +117,60 @@ def check_volume(
         report.findings += _label_findings(devices, timeout_s)
         return report
     report.volume = volume.name
-    report.findings += _superblock_findings(volume, timeout_s)
-    for index, place in enumerate(volume.directory.read_all(Deadline.after(timeout_s))):
-        report.findings += [Finding(f"record {index}", problem) for problem in place.problems]
+    report.findings += _superblock_findings(volume, options)
+    places = volume.directory.read_all(Deadline.after(timeout_s))
+    names = [place.record.name for place in places if place.record is not None and place.record.is_live]
+    if start_at is not None and start_at[0] not in names:
+        raise UsageError(
+            f"start: namespace: expected one of {', '.join(names) or 'none'}, got {start_at[0]!r}"
+        )
+    is_skipped = start_at is not None
+    for index, place in enumerate(places):
+        first_slot = 0
+        found: NamespaceCheck | None = None
         if place.record is not None and place.record.is_live:
-            found = _check_namespace(
-                volume, index, place.record.name, progress, reads_pages=reads_pages, timeout_s=timeout_s
-            )
-            report.namespaces.append(found)
+            if start_at is not None and place.record.name == start_at[0]:
+                is_skipped, first_slot = False, start_at[1]
+            if not is_skipped:
+                found = _check_namespace(volume, index, place.record.name, options, first_slot)
+                report.namespaces.append(found)
+        # An owner that closes in order has written both copies of its record.
+        is_repaired = repair and found is not None and found.was_closed
+        report.findings += [
+            Finding(f"record {index}", problem, is_repaired=is_repaired) for problem in place.problems
+        ]
     return report
+
+
+class _Throttle:
+    """Keeps reading at or below a rate, over the whole check."""
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        if bytes_per_s is not None and bytes_per_s < 1:
+            raise UsageError(f"bytes_per_s: expected at least 1, got {bytes_per_s}")
+        self._bytes_per_s = bytes_per_s
+        self._started_ns = SYSTEM_CLOCK.monotonic_ns()
+        self._bytes = 0
+        self._never = threading.Event()
+
+    def count(self, size_bytes: int) -> None:
+        """Wait until so many more bytes are within the rate."""
+        self._bytes += size_bytes
+        if self._bytes_per_s is None:
+            return
+        due_ns = self._started_ns + self._bytes * NS_PER_S // self._bytes_per_s
+        wait_s = (due_ns - SYSTEM_CLOCK.monotonic_ns()) / NS_PER_S
+        if wait_s > 0:
+            self._never.wait(wait_s)
+
+
+@dataclass(frozen=True)
+class _Options:
+    progress: Progress | None
+    reads_pages: bool
+    repair: bool
+    throttle: _Throttle
+    timeout_s: float
 
 
 def _label_findings(devices: Sequence[BlockDevice], timeout_s: float) -> list[Finding]:
@@ -128,8 +192,10 @@ def _label_findings(devices: Sequence[BlockDevice], timeout_s: float) -> list[Fi
     return findings
 
 
-def _superblock_findings(volume: Volume, timeout_s: float) -> list[Finding]:
+def _superblock_findings(volume: Volume, options: _Options) -> list[Finding]:
+    timeout_s = options.timeout_s
     findings = []
+    damaged = []
     for index, slba in enumerate(superblock_slbas(volume.superblock)):
         what = f"superblock copy {index} at LBA {slba}"
         try:
@@ -137,30 +203,32 @@ def _superblock_findings(volume: Volume, timeout_s: float) -> list[Finding]:
             parse_superblock(data, what=what, volume_uuid=volume.uuid)
         except KvdevError as problem:
             findings.append(Finding(what, str(problem)))
+            damaged.append(index)
+    if damaged and options.repair:
+        volume.rewrite_superblocks(damaged, deadline=Deadline.after(timeout_s))
+        findings = [replace(finding, is_repaired=True) for finding in findings]
     return findings
 
 
 def _check_namespace(
-    volume: Volume,
-    record_index: int,
-    name: str,
-    progress: Progress | None,
-    *,
-    reads_pages: bool,
-    timeout_s: float,
+    volume: Volume, record_index: int, name: str, options: _Options, first_slot: int
 ) -> NamespaceCheck:
+    timeout_s = options.timeout_s
     found = NamespaceCheck(name)
     what = f"{volume.name}#{name}"
     try:
-        namespace = KvNamespace(
-            volume.io,
-            volume.directory,
-            record_index,
-            what=what,
-            mode="reader",
-            lock=None,
-            deadline=Deadline.after(timeout_s),
-        )
+        if options.repair:
+            namespace = volume.open_namespace(name, deadline=Deadline.after(timeout_s))
+        else:
+            namespace = KvNamespace(
+                volume.io,
+                volume.directory,
+                record_index,
+                what=what,
+                mode="reader",
+                lock=None,
+                deadline=Deadline.after(timeout_s),
+            )
     except KvdevError as problem:
         found.findings.append(Finding(what, str(problem)))
         return found
@@ -169,10 +237,21 @@ def _check_namespace(
         slba = namespace.table_slba + block
         text = f"table block {block} at LBA {slba}: damaged; its pages are lost"
         found.findings.append(Finding(what, text, lost_pages_max=namespace.entries_per_table_block))
+    table_finding_count = len(found.findings)
     entries = namespace.entries()
     found.pages = len(entries)
-    if reads_pages:
-        _check_pages(namespace, entries, found, progress, timeout_s)
+    try:
+        if options.reads_pages:
+            later = entries[entries["slot_index"] >= first_slot]
+            _check_pages(namespace, later, found, options)
+        if options.repair:
+            namespace.rewrite_damaged_table()
+            namespace.close(deadline=Deadline.after(timeout_s))
+            found.was_closed = True
+            for index in range(table_finding_count):
+                found.findings[index] = replace(found.findings[index], is_repaired=True)
+    finally:
+        namespace.abandon()
     return found
 
 
@@ -180,9 +259,9 @@ def _check_pages(
     namespace: KvNamespace,
     entries: EntryArray,
     found: NamespaceCheck,
-    progress: Progress | None,
-    timeout_s: float,
+    options: _Options,
 ) -> None:
+    timeout_s = options.timeout_s
     page_bytes = namespace.page_size_bytes
     batch_count = max(1, BATCH_BYTES // page_bytes)
     buffer = aligned_buffer(min(batch_count, max(len(entries), 1)) * page_bytes)
@@ -199,13 +278,18 @@ def _check_pages(
         found.good_pages += int((is_read & is_right).sum())
         found.bad_pages += int((is_read & ~is_right).sum())
         found.unreadable_pages += int((~is_read).sum())
-        for index in np.flatnonzero(~(is_read & is_right)):
+        is_bad = ~(is_read & is_right)
+        if options.repair and is_bad.any():
+            # Also what cannot be read: a get of it is an error each time, a miss is filled again.
+            namespace.withdraw(grants[is_bad], deadline=Deadline.after(timeout_s))
+        for index in np.flatnonzero(is_bad):
             if len(found.findings) < FINDING_COUNT_MAX:
-                found.findings.append(
-                    _page_finding(namespace, batch[index], result.crc32c[index], is_read[index])
-                )
-        if progress is not None:
-            progress(CheckProgress(found.name, start + len(batch), len(entries)))
+                finding = _page_finding(namespace, batch[index], result.crc32c[index], is_read[index])
+                found.findings.append(replace(finding, is_repaired=options.repair))
+        options.throttle.count(len(batch) * page_bytes)
+        if options.progress is not None:
+            next_slot = int(batch["slot_index"][-1]) + 1
+            options.progress(CheckProgress(found.name, start + len(batch), len(entries), next_slot))
 
 
 def _page_finding(namespace: KvNamespace, entry: np.void, crc32c: np.uint32, is_read: np.bool_) -> Finding:

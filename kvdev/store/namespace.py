@@ -172,7 +172,7 @@ class KvNamespace:
             uuid=record.namespace_uuid,
         )
         moved_count = table.merge(blocks[table_bytes:])
-        bad_count, bad = table.check()
+        bad_count, bad = table.check(bad_max=record.table_block_count)
         self._journal = Journal(self._io, record)
         # Half the journal takes any commit: the other half holds what came since the last checkpoint.
         self._pending_limit = (record.journal_block_count // 2 - 1) * self._journal.records_per_block
@@ -471,6 +471,12 @@ class KvNamespace:
         self._index.clear_dirty(blocks)
         self._journal.restart(head, sequence)
         self.checkpoint_count += 1
+
+    def rewrite_damaged_table(self) -> None:
+        """Have the next checkpoint write the table blocks that were damaged: empty, their pages are lost."""
+        with self.mutex:
+            self._check_writable()
+            self._index.mark_dirty(np.array(self.open_report.damaged_table_blocks, dtype=np.uint32))
 
     def _write_dirty(self, blocks: Uint32Array, epoch: int, deadline: Deadline) -> None:
         """Write table blocks as they are, sealed with the newest sequence, and make them durable."""

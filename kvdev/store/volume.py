@@ -442,6 +442,14 @@ class Volume:
             if erase:
                 erase_blocks(self.io, current.extent_slba, geometry_blocks)
 
+    def rewrite_superblocks(self, damaged: Sequence[int], *, deadline: Deadline) -> None:
+        """Write damaged copies again from the intact one, which is left alone."""
+        lock = self._lock_volume(deadline)
+        try:
+            write_superblocks(self.io, self.superblock, deadline, copies=damaged)
+        finally:
+            lock.release()
+
     def rename_namespace(self, name: str, new_name: str, *, deadline: Deadline) -> None:
         """Give a KV namespace another name; refused while it has an owner on this host."""
         check_name("new name", new_name)
@@ -645,9 +653,12 @@ def _write_volume(
     return io
 
 
-def write_superblocks(io: VolumeIo, superblock: Superblock, deadline: Deadline) -> None:
-    """Both copies, one after the other: a crash never finds both half written."""
-    for copy_index, slba in enumerate(superblock_slbas(superblock)):
+def write_superblocks(
+    io: VolumeIo, superblock: Superblock, deadline: Deadline, *, copies: Sequence[int] = (0, 1)
+) -> None:
+    """The copies, one after the other: a crash never finds both half written."""
+    for copy_index in copies:
+        slba = superblock_slbas(superblock)[copy_index]
         data = build_superblock(superblock, copy_index=copy_index)
         io.flush(io.write(slba, data, deadline), deadline)
 

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdev.units import format_size
+from kvdev.units import format_size, parse_size
 from kvdev_tools.connect import host_options, make_session, operation_deadline, timeout_option
 from kvdev_tools.output import Progress, emit, fields, json_option, table
 
 if TYPE_CHECKING:
     from kvdev.clock import Deadline
     from kvdev.store import Volume
+    from kvdev.store.check import CheckProgress
 
 
 @click.group()
@@ -111,20 +112,28 @@ def show(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, 
 @volume.command()
 @click.argument("uri", metavar="VOLUME")
 @click.option("--structures-only", is_flag=True, help="Leave the pages out.")
+@click.option("--repair", is_flag=True, help="Put right what is found; nothing lost comes back.")
+@click.option("--rate", metavar="SIZE", help="Bytes of pages to read a second, at most  [default: no limit]")
+@click.option("--start", metavar="NAME:SLOT", help="Go on where an interrupted check said it was.")
 @host_options
 @timeout_option
 @json_option
 def check(
     uri: str,
     structures_only: bool,
+    repair: bool,
+    rate: str | None,
+    start: str | None,
     host_nqn: str | None,
     host_id: str | None,
     timeout_s: float,
     as_json: bool,
 ) -> int:
-    """Read labels, superblocks, records, page tables, journals and every page; changes nothing.
+    """Read labels, superblocks, records, page tables, journals and every page; changes nothing by itself.
 
-    The exit code is 5 when anything is not as it should be.
+    The exit code is 5 when anything is not as it should be, unless all of it was repaired. With --repair,
+    pages that fail leave the page table, damaged table blocks become empty, and a lost copy of superblock or
+    record is written again; namespaces must not be in use then.
 
     \b
     Example:
@@ -134,6 +143,16 @@ def check(
     from kvdev_tools.exits import ExitCode
 
     parsed = parse_volume_uri(uri)
+    bytes_per_s = None if rate is None else parse_size(rate, field="rate")
+    start_at = None if start is None else _parse_start(start)
+    at: CheckProgress | None = None
+
+    def show(now: CheckProgress) -> None:
+        nonlocal at
+        at = now
+        share = 100 * now.checked_pages // max(1, now.total_pages)
+        bar.update(share, f"{now.namespace}: {now.checked_pages} of {now.total_pages} pages")
+
     with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
         from kvdev.store.check import check_volume
         from kvdev_tools.pool import open_members
@@ -143,16 +162,20 @@ def check(
         try:
             report = check_volume(
                 members,
-                progress=lambda at: bar.update(
-                    100 * at.checked_pages // max(1, at.total_pages),
-                    f"{at.namespace}: {at.checked_pages} of {at.total_pages} pages",
-                ),
+                progress=show,
                 reads_pages=not structures_only,
+                repair=repair,
+                bytes_per_s=bytes_per_s,
+                start_at=start_at,
                 timeout_s=timeout_s,
             )
+        except KeyboardInterrupt:
+            if at is not None:
+                click.echo(f"check: go on with --start {at.namespace}:{at.next_slot}", err=True)
+            raise
         finally:
             bar.close()
-    findings = [*report.findings, *(finding for each in report.namespaces for finding in each.findings)]
+    findings = report.all_findings
     found = {
         "volume": report.volume,
         "is_ok": report.is_ok,
@@ -168,7 +191,12 @@ def check(
             for each in report.namespaces
         ],
         "findings": [
-            {"where": each.where, "what": each.what, "lost_pages_max": each.lost_pages_max}
+            {
+                "where": each.where,
+                "what": each.what,
+                "lost_pages_max": each.lost_pages_max,
+                "is_repaired": each.is_repaired,
+            }
             for each in findings
         ],
     }
@@ -179,11 +207,23 @@ def check(
             + ("" if structures_only else f", {each.good_pages} good, {each.bad_pages} damaged")
             for each in report.namespaces
         ]
-        lines += [f"{each.where}: {each.what}" for each in findings]
+        lines += [
+            f"{each.where}: {each.what}" + ("; repaired" if each.is_repaired else "") for each in findings
+        ]
         return [*lines, f"volume {report.volume or '(does not open)'}: {len(findings)} findings"]
 
     emit(found, as_json=as_json, text=text)
-    return int(ExitCode.OK if report.is_ok else ExitCode.DATA_FAULT)
+    is_sound = all(finding.is_repaired for finding in findings)
+    return int(ExitCode.OK if is_sound else ExitCode.DATA_FAULT)
+
+
+def _parse_start(text: str) -> tuple[str, int]:
+    from kvdev.errors import UsageError
+
+    name, colon, slot = text.rpartition(":")
+    if not colon or not name or not slot.isascii() or not slot.isdigit() or len(slot) > 10:
+        raise UsageError(f"start: expected NAME:SLOT, got {text!r:.100}")
+    return name, int(slot)
 
 
 def _describe(opened: Volume, deadline: Deadline) -> dict[str, Any]:

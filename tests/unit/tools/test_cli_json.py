@@ -90,6 +90,9 @@ def test_volume_namespace_page_and_replay_have_the_documented_keys(
     checked = call(capsys, "volume", "check", volume)
     assert {key for key in documented("volume check") if "findings" not in key} == keys_of(checked)
     assert checked["is_ok"]
+    limited = call(capsys, "volume", "check", volume, "--repair", "--rate", "1GiB", "--start", "kv:3")
+    assert limited["is_ok"]
+    assert limited["namespaces"][0]["good_pages"] == checked["namespaces"][0]["good_pages"] - 3
     renamed = call(capsys, "namespace", "rename", f"{volume}#kv", "new")
     assert keys_of(renamed) == documented("namespace rename")
     assert call(capsys, "namespace", "show", f"{volume}#new")["pages"] == after["pages"]
