@@ -261,3 +261,46 @@ def test_an_exported_configuration_brings_both_back(
         spdk(tmp_path, "host", 1, config=configs["gpu0"]),
     ):
         assert call(capsys, "plan", str(path))["is_empty"]
+
+
+def test_changes_in_place_and_a_member_that_goes_and_comes_back(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(site)
+    text = site.read_text()
+    start = text.index("listeners: [")
+    both = text[start : text.index("]", start) + 1]
+    one = both.split(",")[0] + "]"
+    site.write_text(text.replace(both, one))
+    assert call(capsys, "apply", file)["is_done"]
+    # A second path, a larger lvol, other limits.
+    larger = text.replace("l0: {size: 128MiB", "l0: {size: 160MiB").replace("100000", "200000")
+    site.write_text(larger)
+    planned = call(capsys, "plan", file)
+    actions = {each["resource"]: each["action"] for each in planned["changes"]}
+    assert actions.pop(next(name for name in actions if name.startswith("listener"))) == "create"
+    assert actions == {"controller Nvme0": "update", "lvol lvs0/l0": "update", "qos m1": "update"}
+    assert call(capsys, "apply", file)["is_done"]
+    shown = call(capsys, "status", file)
+    assert shown["hosts"][0]["controllers"][0]["path_states"] == ["enabled", "enabled"]
+    assert shown["pending_steps"] == 0
+    # One path goes again, with the listener: the file alone does not take a listener away.
+    site.write_text(larger.replace(both, one))
+    assert call(capsys, "apply", file, "--prune")["is_done"]
+    assert call(capsys, "plan", file)["is_empty"]
+    # A member goes under the running raid. What it leaves behind is repaired without being named.
+    with Client(shown["targets"][0]["rpc"]) as client:
+        client.call("bdev_aio_delete", {"name": "f1"})
+    with Client(shown["hosts"][0]["rpc"]) as client:
+        deadline = Deadline.after(30)
+        while any(each["name"] == "R0" for each in client.call("bdev_get_bdevs")):
+            deadline.check("the raid to notice")
+    shown = call(capsys, "status", file)
+    health = {each["nsid"]: each["health"] for each in shown["targets"][0]["subsystems"][0]["namespaces"]}
+    assert health[3] == "missing" and shown["hosts"][0]["raids"][0]["health"] != "ok"
+    done = call(capsys, "apply", file)
+    assert done["is_done"], done
+    assert call(capsys, "plan", file)["is_empty"]
+    shown = call(capsys, "status", file)
+    assert [each["health"] for each in shown["hosts"][0]["vhosts"]] == ["ok"] * 8
+    assert shown["volumes"][0]["health"] == "ok"
