@@ -26,6 +26,7 @@ enum slot_state { SLOT_FREE, SLOT_RESERVED, SLOT_LIVE, SLOT_LEAVING, SLOT_QUARAN
 #define STATE_MASK 0x07u
 #define FLAG_DUE 0x08u      /* its record has not been collected */
 #define FLAG_ON_MEDIA 0x10u /* a recovery might find the entry live */
+#define FLAG_PINNED 0x20u   /* live, and not in the list that evictions take from */
 
 /* One cache line of the hash: the key's home is a line, what finds it full goes to the next one. */
 struct line {
@@ -64,6 +65,7 @@ struct kvdev_index {
     uint32_t free_tail;
     uint32_t state_count[8];
     uint32_t duplicate_count;
+    uint32_t pinned_count;
     uint32_t clock;
     uint64_t evicted_count;
     uint64_t next_generation;
@@ -505,7 +507,12 @@ static void retire(struct kvdev_index *index, uint32_t slot)
 {
     struct kvdev_entry *entry = entry_of(index, slot);
     hash_delete(index, hash_key(entry->key), slot);
-    use_unlink(index, slot);
+    if (index->flags[slot] & FLAG_PINNED) {
+        index->flags[slot] &= (uint8_t)~FLAG_PINNED;
+        index->pinned_count--;
+    } else {
+        use_unlink(index, slot);
+    }
     if (index->flags[slot] & FLAG_ON_MEDIA) {
         entry->state = 0;
         set_state(index, slot, SLOT_LEAVING);
@@ -685,7 +692,7 @@ int kvdev_index_load(struct kvdev_index *index)
     memset(index->state_count, 0, sizeof(index->state_count));
     index->state_count[SLOT_FREE] = index->slot_count;
     index->newest = index->oldest = index->free_head = index->free_tail = NONE;
-    index->pending_count = index->duplicate_count = index->clock = 0;
+    index->pending_count = index->duplicate_count = index->pinned_count = index->clock = 0;
     load_hash(index);
     for (uint32_t slot = 0; slot < index->slot_count; slot++) {
         if (state_of(index, slot) == SLOT_LIVE) {
@@ -740,6 +747,7 @@ void kvdev_index_stat(const struct kvdev_index *index, struct kvdev_index_stat *
         .pending_limit = index->pending_limit,
         .dirty_block_count = dirty,
         .duplicate_count = index->duplicate_count,
+        .pinned_count = index->pinned_count,
         .evicted_count = index->evicted_count,
         .next_generation = index->next_generation,
         .memory_bytes = index->memory_bytes,
@@ -808,8 +816,10 @@ uint32_t kvdev_index_lookup(struct kvdev_index *index, const uint8_t *keys, uint
         uint32_t slot = grants[i].slot_index;
         if (slot != NONE) {
             entry_of(index, slot)->last_use = index->clock;
-            use_unlink(index, slot);
-            use_push(index, slot);
+            if (!(index->flags[slot] & FLAG_PINNED)) {
+                use_unlink(index, slot);
+                use_push(index, slot);
+            }
         }
     }
     return hits;
@@ -901,6 +911,8 @@ static void store_entry(struct kvdev_index *index, const uint8_t *key, struct kv
     /* Due before its predecessor's free record: a cut between them leaves the key with one of the two. */
     set_state(index, slot, SLOT_LIVE);
     due(index, slot);
+    /* What replaces a pinned page is pinned. */
+    int is_pinned = older != NONE && (index->flags[older] & FLAG_PINNED) != 0;
     if (older != NONE) {
         retire(index, older);
     }
@@ -915,7 +927,38 @@ static void store_entry(struct kvdev_index *index, const uint8_t *key, struct kv
     };
     memcpy(entry->key, key, sizeof(entry->key));
     hash_insert(index, hash, slot);
-    use_push(index, slot);
+    if (is_pinned) {
+        index->flags[slot] |= FLAG_PINNED;
+        index->pinned_count++;
+    } else {
+        use_push(index, slot);
+    }
+}
+
+uint32_t kvdev_index_pin(struct kvdev_index *index, const uint8_t *keys, uint32_t count, int is_pinned,
+                         uint8_t *done)
+{
+    uint32_t found = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint8_t *key = keys + (size_t)i * 32;
+        uint32_t slot = find(index, key, hash_key(key));
+        done[i] = slot != NONE;
+        found += done[i];
+        if (slot == NONE || ((index->flags[slot] & FLAG_PINNED) != 0) == (is_pinned != 0)) {
+            continue;
+        }
+        if (is_pinned) {
+            use_unlink(index, slot);
+            index->flags[slot] |= FLAG_PINNED;
+            index->pinned_count++;
+        } else {
+            index->flags[slot] &= (uint8_t)~FLAG_PINNED;
+            index->pinned_count--;
+            entry_of(index, slot)->last_use = index->clock;
+            use_push(index, slot);
+        }
+    }
+    return found;
 }
 
 int kvdev_index_commit(struct kvdev_index *index, const uint8_t *keys, struct kvdev_grant *grants,

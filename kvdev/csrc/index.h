@@ -55,6 +55,7 @@ struct kvdev_index_stat {
     uint32_t pending_count;      /* at most this many records are due */
     uint32_t pending_limit;
     uint32_t dirty_block_count;
+    uint32_t pinned_count;       /* live, and never evicted */
     uint32_t duplicate_count;    /* entries dropped at load because a younger one has the key */
     uint64_t evicted_count;
     uint64_t next_generation;
@@ -123,6 +124,10 @@ int kvdev_index_withdraw(struct kvdev_index *index, const struct kvdev_grant *gr
 /* 1 where the grant's entry is still the one it was given for. */
 void kvdev_index_confirm(const struct kvdev_index *index, const struct kvdev_grant *grants, uint32_t count,
                          uint8_t *valid);
+/* Keep pages from being evicted, or allow it again: they count as used then. Pins are this index's, not
+ * media's; what replaces a pinned page is pinned. done[i] 1: stored. Returns how many are. */
+uint32_t kvdev_index_pin(struct kvdev_index *index, const uint8_t *keys, uint32_t count, int is_pinned,
+                         uint8_t *done);
 int kvdev_index_evict(struct kvdev_index *index, uint32_t count, uint32_t *evicted);
 /* 1 where key, generation and bytes match the grant's checksum and its length is `length`; how many do. */
 uint32_t kvdev_index_verify(const struct kvdev_index *index, const uint8_t *keys,

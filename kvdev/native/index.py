@@ -91,6 +91,7 @@ class IndexStat:
     pending_count: int
     pending_limit: int
     dirty_block_count: int
+    pinned_count: int
     duplicate_count: int
     evicted_count: int
     next_generation: int
@@ -352,6 +353,12 @@ class PageIndex:
         valid = np.empty(len(grants), dtype=np.bool_)
         lib.kvdev_index_confirm(self._handle, _grants(grants), len(grants), _pointer(valid, "uint8_t[]"))
         return valid
+
+    def pin(self, keys: Uint8Array, *, is_pinned: bool) -> npt.NDArray[np.bool_]:
+        """Keep pages from being evicted, or allow it again; True where there is one."""
+        done = np.empty(len(keys), dtype=np.bool_)
+        lib.kvdev_index_pin(self._handle, _keys(keys), len(keys), int(is_pinned), _pointer(done, "uint8_t[]"))
+        return done
 
     def evict(self, count: int) -> int:
         """Remove up to ``count`` entries, the least recently used first; returns how many."""

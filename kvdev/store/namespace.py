@@ -330,7 +330,14 @@ class KvNamespace:
                 f"{self.what}: is full: its quota is {self.quota_pages} pages and its eviction policy none; "
                 f"delete pages first"
             )
-        self._index.evict(count)
+        if self._index.evict(count) == count:
+            return
+        pinned_count = self._index.stat().pinned_count
+        if pinned_count:  # else the slots are reserved, and the caller finds none free
+            raise CapacityError(
+                f"{self.what}: is full: {pinned_count} of {self.quota_pages} pages are pinned; "
+                f"unpin or delete pages first"
+            )
 
     def _make_room(self, count: int, deadline: Deadline) -> tuple[int, int]:
         """Have room for ``count`` more records; returns how many slots are live and reserved then."""
@@ -379,6 +386,21 @@ class KvNamespace:
             members=self._io.no_members(),
             deadline=deadline,
         )
+
+    def pin(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        """Keep pages from being evicted while this owner has the namespace open; True where there is one.
+
+        They can be deleted and replaced; what replaces one is pinned.
+        """
+        with self.mutex:
+            self._check_writable()
+            return self._index.pin(keys, is_pinned=True)
+
+    def unpin(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        """Let pages be evicted again; they count as used now."""
+        with self.mutex:
+            self._check_writable()
+            return self._index.pin(keys, is_pinned=False)
 
     def delete(self, keys: KeyArray, *, deadline: Deadline) -> npt.NDArray[np.bool_]:
         """Remove pages; True where there was one. Until the next ``flush`` a crash may bring them back."""

@@ -253,6 +253,14 @@ class PageStore:
         """How many keys from the first on are stored; does not count as a use."""
         return self.namespace.longest_prefix(check_keys(keys))
 
+    def pin(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        """Keep pages from being evicted until ``unpin`` or ``close``; True where there is one."""
+        return self.namespace.pin(check_keys(keys))
+
+    def unpin(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        """Let pages be evicted again; they count as used now."""
+        return self.namespace.unpin(check_keys(keys))
+
     def delete(self, keys: KeyArray, *, deadline: Deadline | None = None) -> npt.NDArray[np.bool_]:
         """Remove pages; True where there was one. Durable with the next ``flush``."""
         check_keys(keys)

@@ -189,3 +189,43 @@ def test_erase_when_a_device_ignores_writes_says_where(lab: Any) -> None:
         lab.volume.delete_namespace("kv", erase=True, deadline=soon())
     assert int(str(refusal.value).split("LBA ")[1].split(":")[0]) >= first
     assert Geometry.from_dict(lab.volume.namespace("kv", deadline=soon()).geometry.to_dict()) == GEOMETRY
+
+
+def test_pinned_page_is_never_evicted_until_it_is_unpinned(lab: Any) -> None:
+    store = tenant(lab, "lru")
+    for number in range(4):
+        put(store, number)
+    assert store.pin(keys_of(0, 1, 7)).tolist() == [True, True, False]
+    for number in range(10, 20):
+        put(store, number)
+    assert stored(store, 20) == [0, 1, 18, 19]
+    put(store, 0)  # what replaces a pinned page is pinned
+    for number in range(10, 20):
+        put(store, number)
+    assert stored(store, 20) == [0, 1, 18, 19]
+    store.pin(keys_of(18, 19))
+    with pytest.raises(CapacityError, match="is full: 4 of 4 pages are pinned; unpin or delete pages first"):
+        store.put(keys_of(5), lab.room(1))
+    assert stored(store, 20) == [0, 1, 18, 19]
+    assert store.namespace.stat().index.reserved_count == 0
+    store.delete(keys_of(1))
+    store.unpin(keys_of(0))
+    assert store.namespace.stat().index.pinned_count == 2
+    put(store, 5, 6)
+    assert stored(store, 20) == [5, 6, 18, 19]
+    store.unpin(keys_of(18, 19))
+    put(store, 8, 9)
+    put(store, 1, 2)
+    assert stored(store, 20) == [1, 2, 8, 9]
+    assert store.namespace.stat().index.pinned_count == 0
+
+
+def test_pin_when_the_namespace_is_opened_again_is_gone(lab: Any) -> None:
+    store = tenant(lab, "fifo")
+    put(store, 0, 1, 2, 3)
+    store.pin(keys_of(0, 1, 2, 3))
+    store.close()
+    again = PageStore(lab.volume.open_namespace("fifo", deadline=soon()))
+    lab.stores.append(again)
+    put(again, 4)
+    assert len(stored(again, 5)) == 4 and 4 in stored(again, 5)
