@@ -1060,26 +1060,40 @@ uint32_t kvdev_index_verify(const struct kvdev_index *index, const uint8_t *keys
 
 /* --- records ------------------------------------------------------------------------------- */
 
-uint32_t kvdev_index_collect(struct kvdev_index *index, struct kvdev_entry *records, uint32_t max)
+/* Take the records due of live slots, or those of freed ones, in the order in which they became due. */
+static uint32_t collect_state(struct kvdev_index *index, uint8_t state, struct kvdev_entry *records,
+                              uint32_t count, uint32_t max)
 {
-    uint32_t count = 0;
-    uint32_t i = 0;
-    for (; i < index->pending_count && count < max; i++) {
+    for (uint32_t i = 0; i < index->pending_count && count < max; i++) {
         uint32_t slot = index->pending[i];
         /* A slot may stand in the list twice, freed and stored again: one record says it all. */
-        if (!(index->flags[slot] & FLAG_DUE)) {
+        if (!(index->flags[slot] & FLAG_DUE) || entry_of(index, slot)->state != state) {
             continue;
         }
         index->flags[slot] = (uint8_t)((index->flags[slot] & ~FLAG_DUE) | FLAG_ON_MEDIA);
+        index->block_dirty[block_of(index, slot)] = 1;
         records[count] = *entry_of(index, slot);
-        if (records[count].state == 0) {
+        if (state == 0) {
             clear_entry(&records[count]);
         }
         count++;
-        index->block_dirty[block_of(index, slot)] = 1;
     }
-    memmove(index->pending, index->pending + i, (index->pending_count - i) * sizeof(*index->pending));
-    index->pending_count -= i;
+    return count;
+}
+
+uint32_t kvdev_index_collect(struct kvdev_index *index, struct kvdev_entry *records, uint32_t max)
+{
+    /* A cut may leave any first part of the records. With all new pages before all freed slots it leaves a
+     * replaced page or its successor, also where a page was replaced twice since the last commit. */
+    uint32_t count = collect_state(index, 1, records, 0, max);
+    count = collect_state(index, 0, records, count, max);
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < index->pending_count; i++) {
+        if (index->flags[index->pending[i]] & FLAG_DUE) {
+            index->pending[kept++] = index->pending[i];
+        }
+    }
+    index->pending_count = kept;
     return count;
 }
 

@@ -312,6 +312,13 @@ def test_any_cut_when_reopened_gives_what_was_put_or_a_miss(
     assert bool(faults) == has_faults
 
 
+def test_cut_between_the_blocks_of_a_commit_that_replaces_a_page_twice_keeps_one_of_them() -> None:
+    """What 200,000 states found once: the free record stood in the first block, the new page in the second."""
+    history = History(20260145, 4)
+    _, fault = explore(history, state_limit=700)
+    assert fault is None, fault
+
+
 class EntryBeforeData(KvNamespace):
     """Canary: the journal tells of pages whose data may still be in caches."""
 

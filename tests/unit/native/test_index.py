@@ -137,3 +137,16 @@ def test_memory_when_namespace_is_large_stays_under_100_bytes_a_page() -> None:
     count = 1_000_000
     index = make_index(count, block_bytes=4096, pending_limit=(1 << 20) // 16)
     assert (index.stat().memory_bytes + index.table.image.nbytes) / count < 100
+
+
+def test_records_when_a_page_was_replaced_twice_have_every_new_page_before_every_freed_slot() -> None:
+    index = make_index(20)
+    store(index, [1, 2, 3])
+    index.settle(index.collect())
+    for _ in range(2):
+        store(index, [1, 4])
+    index.remove(np.ascontiguousarray(KEYS[[2]]))
+    store(index, [5])
+    records = index.collect()
+    assert records["state"].tolist() == [1, 1, 1, 0, 0]
+    assert index.stat().pending_count == 0
