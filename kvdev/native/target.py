@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvdev._core import ffi, lib
-from kvdev.errors import DeadlineError, UsageError
+from kvdev.errors import CapacityError, DeadlineError, UsageError
 
 STAGE_SIZE_BYTES: Final = int(lib.KVDEV_TARGET_STAGE_BYTES)
 IN_CAPSULE_SIZE_BYTES_MAX: Final = int(lib.KVDEV_TARGET_IN_CAPSULE_MAX)
@@ -108,6 +108,10 @@ class NativeInjection:
 def _check(result: int, what: str) -> None:
     if result == -errno.ETIMEDOUT:
         raise DeadlineError(f"target: {what}: no end within its timeout", operation=what)
+    if result == -errno.EAGAIN:  # pthread_create; nothing else here says so
+        raise CapacityError(
+            f"target: {what}: no thread can be started; free some memory, or raise `ulimit -u`"
+        )
     if result < 0:
         raise OSError(-result, os.strerror(-result), what)
 

@@ -81,13 +81,14 @@ class Rig:
         self._client = Client(socket_path, timeout_s=RPC_TIMEOUT_S)
 
     def _last_error(self) -> str:
-        """The last line that the target wrote on stderr."""
+        """The last line that the target wrote on stderr, of its own if there is one."""
         try:
             tail = (self.folder / "target.err").read_bytes()[-_STDERR_TAIL_BYTES:]
         except OSError:
             tail = b""
         lines = tail.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        own = [line for line in lines if line.startswith("kvdev")]
+        return (own or lines or ["it said nothing"])[-1]
 
     def provision(
         self, *, host_nqn: str, namespace_count: int, namespace_size_bytes: int, files: Path | None = None
