@@ -72,7 +72,7 @@ class _Locks:
             if not _try_lock(fd, kind, 0):
                 pid = _holder(fd)
                 name = f"process {pid}" if pid else "a process"
-                raise LockHeldError(f"{what}: is {verb} {name} of this host", pid=pid)
+                raise LockHeldError(f"{what}: is {verb} {name} of this host; stop it first", pid=pid)
             if kind == fcntl.F_WRLCK or not _holder(fd):  # of those who share it, the first is named
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -89,7 +89,9 @@ class _Locks:
     def _lock_member(self, what: str, member: FileDevice, offset: int, size_bytes: int = 1) -> None:
         kind = fcntl.F_RDLCK if member.is_read_only else fcntl.F_WRLCK
         if not _try_lock(member.fd, kind, offset, size_bytes):
-            raise LockHeldError(f"{what}: {member.uri} is locked by another process of this host", pid=0)
+            raise LockHeldError(
+                f"{what}: {member.uri} is locked by another process of this host; stop it first", pid=0
+            )
         self._member_locks.append((member, offset, size_bytes))
 
     def release(self) -> None:
