@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from kvdev.native.io import IO_DONE_DTYPE, IO_DTYPE, OPCODE_READ, OPCODE_WRITE, 
 from kvdev.session import Session
 from kvdev.staging import Arena
 from kvdev.store import PageStatus, PageStore, Volume
-from kvdev.units import GIB, KIB, MIB, format_size
+from kvdev.units import GIB, KIB, MIB, format_size, parse_size
 from kvdev.uri import TcpUri, VolumeUri
 from kvdev_tools.connect import make_session
 from kvdev_tools.content import PageContent
@@ -629,12 +629,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write everything measured there")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, help="interleaved pairs [7]")
+    parser.add_argument("--sizes", metavar="SIZE,…", help="of the block commands [4K,16K,64K,128K,256K,1M,4M]")
+    parser.add_argument("--depths", metavar="N,…", help="of the block commands [1,2,4,8,16,32,64]")
+    parser.add_argument("--round-size", metavar="SIZE", help="bytes that each side of a pair moves [1G]")
     given = parser.parse_args(arguments)
     available = sorted(os.sched_getaffinity(0))
     cores = (available[0], available[1] if len(available) > 1 else available[0])
     scale = TOY if given.toy else FULL
     if given.rounds:
-        scale = Scale(**{**asdict(scale), "round_count": given.rounds})
+        scale = replace(scale, round_count=given.rounds)
+    if given.sizes:
+        sizes = tuple(parse_size(text, field="--sizes") for text in given.sizes.split(","))
+        scale = replace(scale, op_sizes_bytes=sizes)
+    if given.depths:
+        scale = replace(scale, depths=tuple(int(text) for text in given.depths.split(",")))
+    if given.round_size:
+        scale = replace(scale, round_bytes=parse_size(given.round_size, field="--round-size"))
     report = run(scale, given.seed, cores=cores)
     if given.json:
         Path(given.json).write_text(json.dumps(report, indent=1) + "\n")
