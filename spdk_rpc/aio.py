@@ -171,7 +171,14 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         waiter = _Waiter(name, self.address, timeout_s, started_s + timeout_s)
-        await waiter.within(self._slots.acquire(), "waiting for other calls of this client", was_sent=False)
+        slot = asyncio.ensure_future(self._slots.acquire())
+        try:
+            await waiter.within(slot, "waiting for other calls of this client", was_sent=False)
+        except BaseException:
+            if slot.done() and not slot.cancelled():
+                # Cancelled in the very turn that it became ours.
+                self._slots.release()
+            raise
         try:
             connection = await waiter.within(self._connected(), "connecting", was_sent=False)
             replies = await connection.run(requests, waiter, is_array=is_array)
@@ -219,14 +226,29 @@ class _Waiter:
         self._expires_s = expires_s
 
     async def within(self, awaitable: Awaitable[T], doing: str, *, was_sent: bool) -> T:
-        """Await until the deadline. Raises RpcTimeoutError."""
+        """Await until the deadline. Raises RpcTimeoutError.
+
+        ``asyncio.wait_for`` before Python 3.12 forgets a cancellation that comes in the turn in which the
+        awaitable ends: the call would go on that its caller has given up.
+        """
         remaining_s = self._expires_s - asyncio.get_running_loop().time()
+        future = asyncio.ensure_future(awaitable)
         try:
-            return await asyncio.wait_for(awaitable, max(0.0, remaining_s))
-        except asyncio.TimeoutError:
-            raise timed_out(
-                self._address, self.method, self._limit_s, doing, is_fate_unknown=was_sent
-            ) from None
+            await asyncio.wait({future}, timeout=max(0.0, remaining_s))
+        except BaseException:
+            _give_up(future)
+            raise
+        if future.done():
+            return future.result()
+        _give_up(future)
+        await asyncio.wait({future})
+        raise timed_out(self._address, self.method, self._limit_s, doing, is_fate_unknown=was_sent)
+
+
+def _give_up(future: asyncio.Future[Any]) -> None:
+    """Cancel what nobody waits for any more, and let its outcome pass without a word."""
+    future.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+    future.cancel()
 
 
 class _Connection:

@@ -30,6 +30,7 @@ from spdk_rpc import (
     calls,
     parse_address,
 )
+from spdk_rpc.aio import _Waiter
 from spdk_rpc.framing import REPLY_SIZE_LIMIT_BYTES, REQUEST_SIZE_LIMIT_BYTES, JsonSplitter
 
 Script = Callable[["Peer"], None]
@@ -771,6 +772,21 @@ def test_asyncio_cancelled_call_is_never_answered_to_another(serve: Serve) -> No
             assert await client.call("second") == "second"
 
     asyncio.run(run(serve(late)))
+
+
+def test_asyncio_cancellation_in_the_turn_that_ends_the_wait_is_not_forgotten() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter("m", "a", WAIT_S, loop.time() + WAIT_S)
+        reply: asyncio.Future[int] = loop.create_future()
+        task = asyncio.ensure_future(waiter.within(reply, "waiting", was_sent=True))
+        await asyncio.sleep(0)
+        reply.set_result(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
 
 
 def test_asyncio_close_ends_calls_under_way(serve: Serve) -> None:
