@@ -629,7 +629,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write everything measured there")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, help="interleaved pairs [7]")
-    parser.add_argument("--sizes", metavar="SIZE,…", help="of the block commands [4K,16K,64K,128K,256K,1M,4M]")
+    parser.add_argument(
+        "--sizes", metavar="SIZE,…", help="of the block commands [4K,16K,64K,128K,256K,1M,4M]"
+    )
     parser.add_argument("--depths", metavar="N,…", help="of the block commands [1,2,4,8,16,32,64]")
     parser.add_argument("--round-size", metavar="SIZE", help="bytes that each side of a pair moves [1G]")
     given = parser.parse_args(arguments)
