@@ -67,6 +67,11 @@ def elapsed_s(work: Any) -> float:
     return time.monotonic() - started
 
 
+def best_s(work: Any) -> float:
+    """The shortest of many tries: what is not held back is quick once, however busy the machine is."""
+    return min(elapsed_s(work) for _ in range(20))
+
+
 @pytest.mark.parametrize("count", [1, 64])
 def test_data_goes_through_filters_unchanged(count: int, rng: np.random.Generator) -> None:
     with drill() as under:
@@ -198,7 +203,7 @@ def test_delay_holds_each_operation_without_holding_workers() -> None:
         assert elapsed_s(lambda: read_blocks(under.device, 0, 512, soon())) < 1.5
         under.stack.update_latency("D", which="avg_read", latency_us=0)
         under.stack.update_latency("D", which="p99_read", latency_us=0)
-        assert elapsed_s(lambda: [read_blocks(under.device, 0, 1, soon()) for _ in range(5)]) < 0.15
+        assert best_s(lambda: [read_blocks(under.device, 0, 1, soon()) for _ in range(5)]) < 0.15
         stat = under.target.service.bdev(handle_of(under, "D")).stat()
         assert stat.write_count == 1
 
@@ -211,9 +216,9 @@ def test_limits_of_a_bdev_below_slow_the_namespace_and_go_away() -> None:
         # 2 MiB at 8 MiB/s.
         assert 0.2 <= elapsed_s(lambda: read_blocks(under.device, 0, 512, soon())) < 3
         model.set_limits(model.find_bdev("M"), RateLimits(w_mbytes_per_sec=1))
-        assert elapsed_s(lambda: read_blocks(under.device, 0, 512, soon())) < 0.2
+        assert best_s(lambda: read_blocks(under.device, 0, 512, soon())) < 0.2
         model.set_limits(model.find_bdev("M"), RateLimits())
-        assert elapsed_s(lambda: read_blocks(under.device, 0, 512, soon())) < 0.2
+        assert best_s(lambda: read_blocks(under.device, 0, 512, soon())) < 0.2
 
 
 def test_limit_on_operations_holds_over_many_at_once() -> None:
