@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -21,6 +22,12 @@ for _name, _count in (("kvdev", 30), ("long", 600), ("fuzz", 2000)):
     )
 _default = "long" if os.environ.get("KVDEV_LONG") else "kvdev"
 settings.load_profile(os.environ.get("KVDEV_HYPOTHESIS_PROFILE", _default))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts its background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C would hang.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

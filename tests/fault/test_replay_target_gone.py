@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,10 @@ class FileTarget:
         calls: list[dict[str, Any]] = [{"method": "nvmf_create_transport", "params": {"trtype": "TCP"}}]
         calls.append({"method": "nvmf_create_subsystem", "params": {"nqn": NQN, "allow_any_host": True}})
         for index, path in enumerate(self.files):
-            # The same identifiers each time: the labels name them.
-            uuid = f"0e7d5c1a-6a0f-4a53-8f0e-00000000000{index}"
-            bdev = {"name": f"b{index}", "filename": str(path), "block_size": 4096, "uuid": uuid}
+            # The same identifiers at each start, for the labels name them; others in another test, for a device
+            # whose command failed may be held until its traceback has been collected.
+            name = str(uuid.uuid5(uuid.NAMESPACE_URL, str(path)))
+            bdev = {"name": f"b{index}", "filename": str(path), "block_size": 4096, "uuid": name}
             calls.append({"method": "bdev_aio_create", "params": bdev})
             namespace = {"nqn": NQN, "namespace": {"bdev_name": f"b{index}"}}
             calls.append({"method": "nvmf_subsystem_add_ns", "params": namespace})
