@@ -8,7 +8,7 @@ Not here: the operator's file (``kvdev_tools.provision``); volumes and KV namesp
 from __future__ import annotations
 
 from spdk_rpc.plan.apply import Applied, apply_plan
-from spdk_rpc.plan.compare import Action, Change, Plan, Problem, plan_removal, plan_state
+from spdk_rpc.plan.compare import Action, Change, Extra, Plan, Problem, plan_removal, plan_state
 from spdk_rpc.plan.flush import FlushHop, FlushState, flush_of_bdev
 from spdk_rpc.plan.observe import Observed, observe
 from spdk_rpc.plan.resource import Call, Id, Kind, Resource, State
@@ -18,6 +18,7 @@ __all__ = [
     "Applied",
     "Call",
     "Change",
+    "Extra",
     "FlushHop",
     "FlushState",
     "Id",

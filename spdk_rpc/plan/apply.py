@@ -87,9 +87,7 @@ def _fault(step: Step, call: Caller, methods: frozenset[str] | None) -> str:
     """How what is there differs from what the step was to bring about; empty when it does not."""
     found = observe_one(call, _focus(step), methods=methods)
     if step.expected is None:
-        return (
-            "" if found is None or step.id.kind is Kind.QOS else f"{step.id}: expected it gone, it is there"
-        )
+        return "" if found is None else f"{step.id}: expected it gone, it is there"
     if found is None:
         return "" if _is_nothing(step.expected) else f"{step.id}: expected it there, it is not"
     names = changed_names(found, step.expected)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ from spdk_rpc.plan.resource import (
     update_calls,
 )
 
+LISTED_EXTRA_COUNT = 16
+"""Notes about what runs and is not in the file; the plan's ``extras`` have all of it."""
 BDEV_WAIT_MS = 10_000
 """How long a namespace that appears on an attached controller may take to become a bdev."""
 
@@ -104,6 +107,23 @@ class Problem:
         return self.text if self.id is None else f"{self.id}: {self.text}"
 
 
+@dataclass(frozen=True)
+class Extra:
+    """Something that runs and is not in the file; it stays unless it is named for removal."""
+
+    id: Id
+    part_count: int = 0
+    """Hosts, namespaces, listeners, lvols and limits that belong to it alone."""
+    product_name: str = ""
+    """Of a bdev that a file has no words for, and that is not removed here either."""
+
+    def text(self) -> str:
+        what = f"{self.id} ({self.product_name})" if self.product_name else str(self.id)
+        parts = f" with {self.part_count} part{'s' if self.part_count > 1 else ''}" if self.part_count else ""
+        how = "" if self.product_name else f"; --remove {self.id.reference} takes it down"
+        return f"{what}{parts}: runs, is not in the file, and stays{how}"
+
+
 @dataclass
 class Plan:
     """What to do to one SPDK process. With any problem nothing of it may be executed."""
@@ -111,6 +131,7 @@ class Plan:
     changes: list[Change] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -123,6 +144,7 @@ def plan_state(
     observed: Observed,
     *,
     replace: Collection[str] = (),
+    remove: Collection[str] = (),
     prune: bool = False,
     arriving: Mapping[str, int | None] | None = None,
 ) -> Plan:
@@ -130,10 +152,13 @@ def plan_state(
 
     Args:
         replace: references (``raid:R0``) of resources that may be removed and made anew if they differ.
-        prune: remove hosts, namespaces and listeners of the file's subsystems that it does not name.
+        remove: references of resources that are not in the file and shall go.
+        prune: remove hosts, namespaces and listeners of the file's subsystems, and limits of its bdevs, that it
+            does not name.
         arriving: bdevs of controllers that will be there by then, with their block size where it is known.
     """
-    return _Planner(desired, observed, frozenset(replace), prune, dict(arriving or {})).plan()
+    planner = _Planner(desired, observed, frozenset(replace), prune, dict(arriving or {}))
+    return planner.plan(frozenset(remove))
 
 
 def plan_removal(desired: State, observed: Observed) -> Plan:
@@ -176,18 +201,23 @@ class _Planner:
         self._prune = prune
         self._arriving = arriving
         self._plan = Plan()
+        self._extras: list[Id] = []
+        self._staying_parts: list[Id] = []
+        self._part_counts: Counter[Id] = Counter()
         self._changes: dict[Id, Change] = {}
         self._removed: set[Id] = set()
 
-    def plan(self) -> Plan:
+    def plan(self, remove: frozenset[str]) -> Plan:
         unknown = self._replace - {own.reference for own in self._observed.state}
         for reference in sorted(unknown & {own.reference for own in self._desired}):
             self._plan.notes.append(f"{reference}: is not there yet, nothing to replace")
         for own, after in self._desired.items():
             self._compare(own, after)
-        self._compare_extras()
+        self._compare_extras(remove)
         self._reattach()
         self._spread_removal()
+        self._note_extras()
+        self._check_sessions()
         self._check_options()
         for change in self._changes.values():
             if change.after is not None and change.action is not Action.UPDATE:
@@ -232,21 +262,58 @@ class _Planner:
         self._changes[own] = Change(action, before, after, reason)
         self._removed.add(own)
 
-    def _compare_extras(self) -> None:
-        """Hosts, namespaces and listeners of our subsystems that the file does not name."""
+    def _compare_extras(self, remove: frozenset[str]) -> None:
+        """What runs and is not in the file: it stays, and is named, but for what was asked to go."""
         for own, before in self._observed.state.items():
-            is_ours = own.kind in _IN_SUBSYSTEM and Id(Kind.SUBSYSTEM, own.parent) in self._desired
-            if not is_ours or own in self._desired:
+            if own in self._desired or not is_removable(own.kind):
                 continue
-            if self._prune:
-                self._changes[own] = Change(Action.DELETE, before, None, "not in the file")
-                self._removed.add(own)
-            elif own.kind is Kind.LISTENER and self._lacks_listener(own.parent):
-                self._problem(
-                    own, "listens on another address than the file says; name it there, or use --prune"
-                )
+            whole = self._whole_of(own)
+            if own.reference in remove:
+                self._delete(own, before, "named for removal")
+            elif whole in self._desired and own.kind in (*_IN_SUBSYSTEM, Kind.QOS):
+                self._compare_part(own, before)
+            elif whole is not None and whole not in self._desired:
+                self._part_counts[whole] += 1
             else:
+                self._extras.append(own)
+
+    def _note_extras(self) -> None:
+        """Only now: what stands on something that goes, goes with it."""
+        for own in self._staying_parts:
+            if own not in self._removed:
                 self._plan.notes.append(f"{own}: is not in the file and stays; --prune removes it")
+        staying = sorted(own for own in self._extras if own not in self._removed)
+        self._plan.extras = [Extra(own, self._part_counts[own]) for own in staying]
+        self._plan.extras += [
+            Extra(Id(Kind.BDEV, name), product_name=facts.product_name)
+            for name, facts in sorted(self._observed.bdevs.items())
+            if id_of_bdev(name, self._observed.state) is None
+        ]
+        listed = self._plan.extras[:LISTED_EXTRA_COUNT]
+        self._plan.notes += [each.text() for each in listed]
+        if more := len(self._plan.extras) - len(listed):
+            self._plan.notes.append(f"{more} more run, are not in the file, and stay; --json names them")
+
+    def _whole_of(self, own: Id) -> Id | None:
+        """What a part belongs to: its subsystem, lvstore, or the bdev it limits."""
+        if own.kind in _IN_SUBSYSTEM:
+            return Id(Kind.SUBSYSTEM, own.parent)
+        if own.kind is Kind.LVOL:
+            return Id(Kind.LVSTORE, own.parent)
+        return id_of_bdev(own.name, self._observed.state) if own.kind is Kind.QOS else None
+
+    def _compare_part(self, own: Id, before: Resource) -> None:
+        """A host, namespace or listener of our subsystems, or limits of our bdevs, that the file does not name."""
+        if self._prune:
+            self._delete(own, before, "not in the file")
+        elif own.kind is Kind.LISTENER and self._lacks_listener(own.parent):
+            self._problem(own, "listens on another address than the file says; name it there, or use --prune")
+        else:
+            self._staying_parts.append(own)
+
+    def _delete(self, own: Id, before: Resource, reason: str) -> None:
+        self._changes[own] = Change(Action.DELETE, before, None, reason)
+        self._removed.add(own)
 
     def _lacks_listener(self, nqn: str) -> bool:
         return any(own.kind is Kind.LISTENER and own.parent == nqn for own in self._changes)
@@ -272,13 +339,24 @@ class _Planner:
             if own in self._desired:
                 if own not in self._removed:
                     self._remove(own, state[own], self._desired[own], Action.REPLACE, f"it needs {cause}")
-            elif own.kind in (*_IN_SUBSYSTEM, Kind.QOS):
-                self._changes[own] = Change(Action.DELETE, state[own], None, f"it needs {cause}")
-                self._removed.add(own)
+            elif own.kind in (*_IN_SUBSYSTEM, Kind.QOS, Kind.LVOL):
+                self._delete(own, state[own], f"it needs {cause}")
             else:
-                self._problem(own, f"is not in the file and uses {cause}, which would be removed")
+                self._problem(
+                    own,
+                    f"is not in the file and uses {cause}, which would be removed; --remove {own.reference} "
+                    f"takes it down too",
+                )
 
     # --- what stands in the way ---
+
+    def _check_sessions(self) -> None:
+        for own in sorted(self._removed):
+            count = self._observed.vhost_session_counts.get(own.name, 0) if own.kind is Kind.VHOST else 0
+            if count:
+                self._problem(
+                    own, f"would be removed, and has {count} connected process(es); stop them first"
+                )
 
     def _check_options(self) -> None:
         own = Id(Kind.OPTIONS, NVME_OPTIONS)

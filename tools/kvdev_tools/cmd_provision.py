@@ -33,12 +33,19 @@ def provision() -> None:
 
 
 def plan_options(command: _Command) -> _Command:
-    """``--replace`` and ``--prune``."""
+    """``--replace``, ``--remove`` and ``--prune``."""
     for option in (
         click.option(
             "--prune",
             is_flag=True,
-            help="Remove hosts, namespaces and listeners of the file's subsystems that it does not name.",
+            help="Remove hosts, namespaces and listeners of the file's subsystems, and limits of its bdevs, that "
+            "it does not name.",
+        ),
+        click.option(
+            "--remove",
+            metavar="KIND:NAME",
+            multiple=True,
+            help="Take down this, which runs and is not in the file; such as vhost:old.0 or ENTRY/bdev:m9.",
         ),
         click.option(
             "--replace",
@@ -68,7 +75,13 @@ def color_option(command: _Command) -> _Command:
 @timeout_option
 @json_option
 def plan(
-    file: str, replace: tuple[str, ...], prune: bool, color: str, timeout_s: float, as_json: bool
+    file: str,
+    replace: tuple[str, ...],
+    remove: tuple[str, ...],
+    prune: bool,
+    color: str,
+    timeout_s: float,
+    as_json: bool,
 ) -> int:
     """Show what apply would do; changes nothing. The exit code is 2 when something stands in the way.
 
@@ -80,7 +93,7 @@ def plan(
     from kvdev_tools.provision.work import looking, plan_everything
 
     with looking(load_deployment(file), timeout_s=timeout_s) as look:
-        whole = plan_everything(look, replace=replace, prune=prune)
+        whole = plan_everything(look, replace=replace, remove=remove, prune=prune)
         return _show_plan(whole, color=color, as_json=as_json)
 
 
@@ -95,6 +108,7 @@ def apply(
     file: str,
     dry_run: bool,
     replace: tuple[str, ...],
+    remove: tuple[str, ...],
     prune: bool,
     color: str,
     timeout_s: float,
@@ -116,12 +130,11 @@ def apply(
     deployment = load_deployment(file)
     if dry_run:
         with looking(deployment, timeout_s=timeout_s) as look:
-            return _show_plan(
-                plan_everything(look, replace=replace, prune=prune), color=color, as_json=as_json
-            )
+            whole = plan_everything(look, replace=replace, remove=remove, prune=prune)
+            return _show_plan(whole, color=color, as_json=as_json)
     with locked(deployment):
         with looking(deployment, timeout_s=timeout_s) as look:
-            whole = plan_everything(look, replace=replace, prune=prune)
+            whole = plan_everything(look, replace=replace, remove=remove, prune=prune)
         if whole.problems:
             return _show_plan(whole, color=color, as_json=as_json)
         return _carry_out(whole, timeout_s=timeout_s, as_json=as_json)
@@ -162,10 +175,14 @@ def destroy(
 
     deployment = load_deployment(file)
     if dry_run:
-        with looking(deployment, timeout_s=timeout_s) as look:
-            return _show_plan(plan_destruction(look), color=color, as_json=as_json)
+        with looking(deployment, timeout_s=timeout_s, stray_limit=None) as look:
+            whole = plan_destruction(look)
+            whole.warnings = [
+                f"would be refused: {each}" for each in live_writers(look, assume_dead=assume_dead)
+            ]
+            return _show_plan(whole, color=color, as_json=as_json)
     with locked(deployment):
-        with looking(deployment, timeout_s=timeout_s) as look:
+        with looking(deployment, timeout_s=timeout_s, stray_limit=None) as look:
             whole = plan_destruction(look)
             writers = live_writers(look, assume_dead=assume_dead)
         if writers:
@@ -199,7 +216,7 @@ def status(file: str, color: str, timeout_s: float, as_json: bool) -> int:
     from kvdev_tools.provision.tree import status_document, tree_lines
     from kvdev_tools.provision.work import looking, plan_everything
 
-    with looking(load_deployment(file), timeout_s=timeout_s) as look:
+    with looking(load_deployment(file), timeout_s=timeout_s, stray_limit=None) as look:
         is_readable = all(view.is_up for view in look.endpoints)
         whole = plan_everything(look) if is_readable else None
         document = status_document(look, whole, timeout_s=timeout_s)

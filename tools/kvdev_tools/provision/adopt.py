@@ -36,6 +36,7 @@ from spdk_rpc.plan import FlushState, Id, Kind, Observed, Resource, State, obser
 from spdk_rpc.plan.flush import verdict
 from spdk_rpc.plan.resource import bdevs_used, id_of_bdev
 
+TRANSPORT_LIMITS = ("max_io_size", "in_capsule_data_size", "max_queue_depth", "max_io_qpairs_per_ctrlr")
 _RANK_NAME = re.compile(r"(?P<engine>.+)\.(?P<rank>0|[1-9]\d*)")
 
 
@@ -96,6 +97,7 @@ def adopt(
             engines = _engines(state, volumes, adopted.notes, entry)
             if engines:
                 adopted.value["hosts"][entry]["engines"] = engines
+    _adopt_bare_host(adopted, kept, volumes, host_nqn)
     _mark_swallowed(adopted, timeout_s)
     return adopted
 
@@ -159,6 +161,13 @@ def _entry(
             notes.append(
                 f"{entry}: its controllers connect under {len(nqns)} NQNs; the file has one per host"
             )
+    transport = state.get(Id(Kind.TRANSPORT, "TCP"))
+    if section == "targets" and transport is not None:
+        described["transport"] = {
+            name: _size(value) if "size" in name else value
+            for name, value in transport.attributes.items()
+            if name in TRANSPORT_LIMITS and value is not None
+        }
     sections: dict[str, dict[str, Any]] = {
         "keys": {each.id.name: each.attributes["path"] for each in _of(state, Kind.KEY)},
         "bdevs": {each.id.name: _bdev(each, state) for each in _of(state, Kind.BDEV)},
@@ -370,22 +379,74 @@ def _engine(
         return None
     for volume in volumes:
         infos = {info.name: info for info in volume.namespaces}
-        own = [infos.get(f"{engine}.{rank}") for rank in range(len(by_rank))]
-        if any(info is None for info in own):
-            continue
-        first = own[0]
-        assert first is not None, "none of them is"
-        described = {
-            "volume": volume.name,
-            "bdev": bdevs.pop(),
-            "geometry": _geometry(first.geometry, len(by_rank)),
-            "tensor_parallel": len(by_rank),
-        }
-        # Ranks that shared what was free have not all the same quota.
-        if len({info.quota_pages for info in own if info is not None}) == 1:
-            described["quota_per_rank"] = _size(first.quota_pages * first.page_size_bytes)
-        return described
+        own = [infos[name] for rank in range(len(by_rank)) if (name := f"{engine}.{rank}") in infos]
+        if len(own) == len(by_rank):
+            return {"bdev": bdevs.pop(), **_bare_engine(volume, own)}
     return None
+
+
+def _adopt_bare_host(
+    adopted: Adopted,
+    kept: Mapping[tuple[str, str], State],
+    volumes: list[_FoundVolume],
+    host_nqn: str | None,
+) -> None:
+    """KV namespaces NAME.0 … NAME.n−1 that no vhost controller shows: of workers that connect by themselves."""
+    hosts: dict[str, Any] = adopted.value.get("hosts", {})
+    taken = {
+        (engine["volume"], name)
+        for host in hosts.values()
+        for name, engine in host.get("engines", {}).items()
+    }
+    engines: dict[str, Any] = {}
+    for volume in volumes:
+        ranks: dict[str, dict[int, NamespaceInfo]] = {}
+        for info in volume.namespaces:
+            match = _RANK_NAME.fullmatch(info.name)
+            name, rank = (match["engine"], int(match["rank"])) if match else (info.name, -1)
+            if (volume.name, name) not in taken:
+                ranks.setdefault(name, {})[rank] = info
+        for name, by_rank in ranks.items():
+            infos = [by_rank[rank] for rank in sorted(by_rank)]
+            if sorted(by_rank) != list(range(len(by_rank))) or name in engines:
+                left = ", ".join(f"{volume.name}#{info.name}" for info in infos)
+                adopted.notes.append(
+                    f"KV namespaces {left}: left out: their names are not ENGINE.0, ENGINE.1, …"
+                )
+            else:
+                engines[name] = _bare_engine(volume, infos)
+    if not engines:
+        return
+    entry = next(name for name in (f"host{index}" for index in range(len(hosts) + 1)) if name not in hosts)
+    known = {host.get("nqn") for host in hosts.values()}
+    nqn = host_nqn or _only_host(kept)
+    described = {"nqn": nqn} if nqn is not None and nqn not in known else {}
+    adopted.value.setdefault("hosts", {})[entry] = {**described, "engines": engines}
+    adopted.notes.append(
+        f"{entry}: stands for the workers of KV namespaces that no adopted host shows; give it their host's name"
+    )
+
+
+def _only_host(kept: Mapping[tuple[str, str], State]) -> str | None:
+    nqns = {own.name for state in kept.values() for own in state if own.kind is Kind.HOST}
+    return nqns.pop() if len(nqns) == 1 else None
+
+
+def _bare_engine(volume: _FoundVolume, infos: list[NamespaceInfo]) -> dict[str, Any]:
+    first = infos[0]
+    return {
+        "volume": volume.name,
+        "geometry": _geometry(first.geometry, len(infos)),
+        "tensor_parallel": len(infos),
+        **_quota(infos),
+    }
+
+
+def _quota(infos: list[NamespaceInfo]) -> dict[str, Any]:
+    """Ranks that shared what was free have not all the same quota."""
+    if len({info.quota_pages for info in infos}) > 1:
+        return {}
+    return {"quota_per_rank": _size(infos[0].quota_pages * infos[0].page_size_bytes)}
 
 
 def _geometry(rank: Geometry, rank_count: int) -> dict[str, Any]:

@@ -129,6 +129,8 @@ class Deployment:
     subsystems: dict[str, ServedSubsystem]
     volumes: dict[str, VolumeSpec]
     engines: list[EngineSpec]
+    host_nqns: dict[str, str]
+    """Of the entries of hosts that have one."""
 
     def endpoint(self, name: str) -> Endpoint:
         for each in self.endpoints:
@@ -181,7 +183,9 @@ class _Builder:
         engines = list(self._engines(endpoints, volumes))
         for endpoint in endpoints:
             _EndpointCheck(self._source, endpoint).run()
-        return Deployment(name, self._source, endpoints, self._subsystems, volumes, engines)
+        return Deployment(
+            name, self._source, endpoints, self._subsystems, volumes, engines, dict(self._host_nqns)
+        )
 
     def _check_hosts(self) -> None:
         seen: dict[str, str] = {}

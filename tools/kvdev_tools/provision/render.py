@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from kvdev_tools.provision.work import Outcome, WholePlan
-from spdk_rpc.plan import Action, Call, Change, Plan
+from spdk_rpc.plan import Action, Call, Change, Extra, Plan
 
 _MARKS = {
     Action.CREATE: ("+", "32"),
@@ -56,9 +56,7 @@ def plan_lines(whole: WholePlan, painter: Painter, *, shows_rpcs: bool = True) -
             yield painter.paint("1", f"volume {spec.name}")
             for step in volume.steps:
                 yield painter.paint("32", f"  + {step.title}")
-            if shows_rpcs:
-                yield "  as by:"
-                yield from (f"    {step.command()}" for step in volume.steps)
+                yield from (painter.paint("32", f"      {line}") for line in step.details())
     for note in whole.notes:
         yield f"note: {note}"
     for problem in whole.problems:
@@ -124,6 +122,11 @@ def plan_document(whole: WholePlan) -> dict[str, Any]:
         "is_empty": whole.is_empty,
         "changes": changes,
         "calls": calls,
+        "extras": [
+            _extra_document(view.endpoint.title, extra)
+            for view, plan in whole.endpoints
+            for extra in plan.extras
+        ],
         "notes": whole.notes,
         "problems": whole.problems,
     }
@@ -136,6 +139,15 @@ def _change_document(entry: str, change: Change) -> dict[str, Any]:
         "resource": str(change.id),
         "reason": change.reason,
         "loses_data": change.loses_data,
+    }
+
+
+def _extra_document(entry: str, extra: Extra) -> dict[str, Any]:
+    return {
+        "entry": entry,
+        "resource": str(extra.id),
+        "reference": None if extra.product_name else extra.id.reference,
+        "part_count": extra.part_count,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvdev.units import format_size
 from kvdev_tools.provision.render import Painter
+from kvdev_tools.provision.unmanaged import UnmanagedSeen
 from kvdev_tools.provision.volumes import VolumeSeen, VolumeState, describe_namespaces
 from kvdev_tools.provision.work import EndpointView, Look, WholePlan, flush_of_volume
 from spdk_rpc import SpdkRpcError
@@ -167,40 +168,43 @@ def _entry(view: EndpointView) -> dict[str, Any]:
 def _unmanaged(
     look: Look, name: str, nqns: list[str], members: Mapping[tuple[str | None, int], tuple[str, int]]
 ) -> dict[str, Any]:
-    """A target that is not ours: seen through the volumes on it only."""
+    """A target that is not ours: discovered and connected to."""
     subsystems = []
     for nqn in nqns:
-        served = look.deployment.subsystems[nqn]
+        seen = look.unmanaged.get(nqn) or UnmanagedSeen(look.deployment.subsystems[nqn])
         namespaces = []
-        for nsid, namespace in sorted(served.namespaces.items()):
-            place = _membership(members, nqn, nsid)
-            seen = look.volumes.get(place["volume"] or "")
-            is_up = seen is not None and seen.state in (VolumeState.PRESENT, VolumeState.ABSENT)
+        for nsid, namespace in sorted(seen.served.namespaces.items()):
+            found = seen.namespaces.get(nsid)
             namespaces.append(
                 {
                     "nsid": nsid,
                     "bdev": None,
-                    "health": "not checked" if seen is None else "ok" if is_up else "unreachable",
-                    "size_bytes": namespace.size_bytes,
+                    "health": seen.namespace_health(nsid),
+                    "size_bytes": namespace.size_bytes if found is None else found.size_bytes,
                     **dict.fromkeys((*_COUNTERS, "io_errors")),
-                    **place,
+                    **_membership(members, nqn, nsid),
                 }
             )
         subsystems.append(
             {
                 "nqn": nqn,
-                "health": "not checked",
-                "listeners": [{"address": each, "health": "not checked"} for each in served.listeners],
+                "health": seen.health,
+                "listeners": [
+                    {"address": each, "health": seen.listeners.get(each, "not checked")}
+                    for each in seen.served.listeners
+                ],
                 "connected_hosts": [],
                 "namespaces": namespaces,
             }
         )
+    models = {each.model for each in look.unmanaged.values() if each.served.target == name and each.model}
+    healths = {each["health"] for each in subsystems}
     return {
         "name": name,
         "rpc": None,
-        "health": "not checked",
+        "health": healths.pop() if len(healths) == 1 else "degraded" if healths else "not checked",
         "reason": "managed: false",
-        "version": None,
+        "version": ", ".join(sorted(models)) or None,
         "subsystems": subsystems,
     }
 
@@ -282,6 +286,9 @@ def tree_lines(document: Mapping[str, Any], painter: Painter) -> Iterator[str]:
         for subsystem in target["subsystems"]:
             listeners = ", ".join(each["address"] for each in subsystem["listeners"])
             yield f"│  ├─ subsystem {subsystem['nqn']}  {listeners}  {shown(subsystem['health'])}"
+            for each in subsystem["listeners"]:
+                if each["health"] not in ("ok", subsystem["health"]):
+                    yield f"│  │  · {each['address']}: {shown(each['health'])}"
             for host in subsystem["connected_hosts"]:
                 yield f"│  │  · connected: {host}"
             for namespace in subsystem["namespaces"]:

@@ -83,17 +83,27 @@ class VolumeStep:
             return f"volume {self.volume.name}"
         return f"KV namespace {self.volume.name}#{self.rank.name}"
 
-    def command(self) -> str:
-        """The command that would do the same by hand."""
-        uri = "vol:" + ",".join(member.uri for member in self.volume.members)
+    def details(self) -> list[str]:
+        """What it will be, line by line."""
         if self.rank is None:
-            return f"kvdev volume create '{uri}' --name {self.volume.name} --strip-size {self.volume.strip_size_bytes}"
-        quota = f" --quota {self.quota_bytes}" if self.quota_bytes is not None else ""
+            return [
+                f"strip_size: {format_size(self.volume.strip_size_bytes)}",
+                *(f"member {index}: {member.uri}" for index, member in enumerate(self.volume.members)),
+            ]
         geometry = self.rank.geometry
-        return (
-            f"kvdev namespace create '{uri}#{self.rank.name}' --layers {geometry.layer_count} --kv-heads "
-            f"{geometry.kv_head_count} --head-size {geometry.head_size} --dtype {geometry.dtype}{quota}"
-        )
+        heads = ""
+        if geometry.attention != "mla":
+            total = geometry.kv_head_total or geometry.kv_head_count
+            last = geometry.kv_head_first + geometry.kv_head_count - 1
+            heads = f", KV heads {geometry.kv_head_first} to {last} of {total}"
+        revision = f" at {geometry.revision}" if geometry.revision else ""
+        quota = "a share of what is free" if self.quota_bytes is None else format_size(self.quota_bytes)
+        layer_last = geometry.layer_first + geometry.layer_count - 1
+        return [
+            f"geometry: {geometry.model_id}{revision}, layers {geometry.layer_first} to {layer_last}{heads}, "
+            f"{geometry.attention} of {geometry.head_size} {geometry.dtype}",
+            f"page: {geometry.tokens_per_page} tokens, {format_size(geometry.page_size_bytes)}; quota: {quota}",
+        ]
 
 
 def writer_of(record: Record) -> Writer:

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvdev.errors import KvdevError, UsageError
+from kvdev.store import NamespaceInfo
 from kvdev.units import format_size
 from kvdev_tools.provision.document import Deployment, Endpoint, ServedSubsystem, VolumeSpec
+from kvdev_tools.provision.stray import LOOK_LIMIT, Strays, find_strays
+from kvdev_tools.provision.unmanaged import UnmanagedSeen, see_unmanaged
 from kvdev_tools.provision.volumes import (
     VolumePlan,
     VolumeSeen,
@@ -85,6 +88,8 @@ class Look:
     deployment: Deployment
     endpoints: list[EndpointView]
     volumes: dict[str, VolumeSeen]
+    unmanaged: dict[str, UnmanagedSeen] = field(default_factory=dict)
+    strays: Strays = field(default_factory=Strays)
 
     def view(self, name: str, role: str) -> EndpointView | None:
         found = (each for each in self.endpoints if each.endpoint.name == name and each.endpoint.role == role)
@@ -99,6 +104,7 @@ class WholePlan:
     endpoints: list[tuple[EndpointView, Plan]] = field(default_factory=list)
     volumes: list[tuple[VolumeSpec, VolumePlan]] = field(default_factory=list)
     is_removal: bool = False
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -120,20 +126,40 @@ class WholePlan:
                 found.append(source.message(place or view.endpoint.path, str(problem)))
         for spec, volume in self.volumes:
             found += [source.message(spec.path, problem) for problem in volume.problems]
+        if not self.is_removal:
+            for seen in self.look.unmanaged.values():
+                found += [source.message(place, text) for place, text in seen.problems()]
         return found
 
     @property
     def notes(self) -> list[str]:
         spdk = [f"{view.endpoint.title}: {note}" for view, plan in self.endpoints for note in plan.notes]
-        return spdk + [note for _, plan in self.volumes for note in plan.notes]
+        volumes = [note for _, plan in self.volumes for note in plan.notes]
+        if self.is_removal:
+            return [*spdk, *volumes, *self.warnings]
+        unmanaged = [
+            f"target {each.served.target}: {note}"
+            for each in self.look.unmanaged.values()
+            for note in each.notes
+        ]
+        return [*spdk, *volumes, *unmanaged, *self.look.strays.notes()]
 
 
 # --- looking ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def looking(deployment: Deployment, *, timeout_s: float, reads_volumes: bool = True) -> Iterator[Look]:
-    """Read every process and volume; volumes stay open for the length of the block."""
+def looking(
+    deployment: Deployment,
+    *,
+    timeout_s: float,
+    reads_volumes: bool = True,
+    stray_limit: int | None = LOOK_LIMIT,
+) -> Iterator[Look]:
+    """Read every process and volume; volumes stay open for the length of the block.
+
+    ``stray_limit`` is how many namespaces that no volume of the file names are looked at; None means all.
+    """
     with contextlib.ExitStack() as stack:
         views = [_see_endpoint(each, stack, timeout_s) for each in deployment.endpoints]
         look = Look(deployment, views, {})
@@ -144,6 +170,9 @@ def looking(deployment: Deployment, *, timeout_s: float, reads_volumes: bool = T
                     continue
                 session = stack.enter_context(session_for(spec, timeout_s=timeout_s))
                 look.volumes[spec.name] = see_volume(session, spec, timeout_s=timeout_s)
+            look.unmanaged = see_unmanaged(deployment, timeout_s=timeout_s)
+            observed = [(view.endpoint, view.observed) for view in views if view.is_up]
+            look.strays = find_strays(deployment, observed, timeout_s=timeout_s, limit=stray_limit)
         yield look
 
 
@@ -192,17 +221,21 @@ def peer_of(rpc: str) -> Peer | None:
 # --- planning ---------------------------------------------------------------------------------
 
 
-def plan_everything(look: Look, *, replace: Collection[str] = (), prune: bool = False) -> WholePlan:
+def plan_everything(
+    look: Look, *, replace: Collection[str] = (), remove: Collection[str] = (), prune: bool = False
+) -> WholePlan:
     """The plan that makes the file true. Raises the error of a process that could not be read."""
     whole = WholePlan(look)
-    _check_replace(look, replace)
     for view in look.endpoints:
         if view.error is not None:
             raise view.error
+    _check_named(look, replace, remove)
+    for view in look.endpoints:
         plan = plan_state(
             view.endpoint.desired,
             view.observed,
-            replace=_replace_of(view.endpoint, replace),
+            replace=_named_of(view.endpoint, replace),
+            remove=_named_of(view.endpoint, remove),
             prune=prune,
             arriving=_arriving(look, view.endpoint),
         )
@@ -213,7 +246,35 @@ def plan_everything(look: Look, *, replace: Collection[str] = (), prune: bool = 
         volume = plan_volume(look.deployment, seen, is_coming=_is_coming(whole, spec))
         volume.problems += _flush_problems(look, spec)
         whole.volumes.append((spec, volume))
+    for view, plan in whole.endpoints:
+        plan.problems += _writer_problems(look, view, plan)
     return whole
+
+
+def _writer_problems(look: Look, view: EndpointView, plan: Plan) -> list[Problem]:
+    """Namespaces that would be taken from under somebody who writes to them."""
+    if view.endpoint.role != "target":
+        return []
+    held: dict[tuple[str | None, int], list[str]] = {}
+    for seen in look.volumes.values():
+        places = [(member.subsystem, member.nsid) for member in seen.spec.members]
+        held |= dict.fromkeys(places, _live(seen.spec.name, seen.namespaces))
+    for stray in look.strays.found:
+        held |= dict.fromkeys(stray.places, _live(stray.name, stray.namespaces))
+    found = []
+    for step in plan.steps:
+        if step.is_removal and step.id.kind is Kind.NAMESPACE:
+            writers = held.get((step.id.parent, int(step.id.name)), [])
+            found += [Problem(step.id, f"would be removed, and {each}") for each in writers[:1]]
+    return found
+
+
+def _live(volume: str, namespaces: list[NamespaceInfo]) -> list[str]:
+    return [
+        f"KV namespace {volume}#{info.name} has a live writer, process {info.record.owner_pid}; stop it first"
+        for info in namespaces
+        if writer_of(info.record) is Writer.LIVE
+    ]
 
 
 def plan_destruction(look: Look) -> WholePlan:
@@ -229,8 +290,10 @@ def plan_destruction(look: Look) -> WholePlan:
 def live_writers(look: Look, *, assume_dead: bool) -> list[str]:
     """Why destroying is refused: everybody who writes, or may write, to what would be taken down."""
     found = []
-    for name, seen in look.volumes.items():
-        for info in seen.namespaces:
+    held = [(name, seen.namespaces) for name, seen in look.volumes.items()]
+    held += [(stray.name, stray.namespaces) for stray in look.strays.found]
+    for name, namespaces in held:
+        for info in namespaces:
             writer = writer_of(info.record)
             what = f"KV namespace {name}#{info.name}"
             if writer is Writer.LIVE:
@@ -239,6 +302,12 @@ def live_writers(look: Look, *, assume_dead: bool) -> list[str]:
                 found.append(
                     f"{what}: was not closed by a writer elsewhere; with --assume-dead it counts as dead"
                 )
+    if not assume_dead:
+        untold = "whether it has a writer cannot be told; --assume-dead"
+        found += [f"volume {each.name}: {each.reason}: {untold}" for each in look.strays.found if each.reason]
+        found += [f"namespace {nqn}#{nsid}: {why}: {untold}" for (nqn, nsid), why in look.strays.unread]
+    for seen in look.volumes.values():
+        name = seen.spec.name
         if seen.state is VolumeState.REFUSED and not assume_dead:
             found.append(
                 f"volume {name}: {seen.reason}: whether it has a writer cannot be told; --assume-dead"
@@ -255,21 +324,30 @@ def live_writers(look: Look, *, assume_dead: bool) -> list[str]:
     return found
 
 
-def _check_replace(look: Look, replace: Collection[str]) -> None:
-    known: set[str] = set()
-    for view in look.endpoints:
-        references = {own.reference for own in (*view.endpoint.desired, *view.observed.state)}
-        known |= references | {f"{view.endpoint.name}/{each}" for each in references}
+def _check_named(look: Look, replace: Collection[str], remove: Collection[str]) -> None:
+    """What is named has to be somewhere, and what is named for removal may not be in the file."""
+    desired = _references(look, lambda view: view.endpoint.desired)
+    observed = _references(look, lambda view: view.observed.state)
     for each in replace:
-        if each not in known:
+        if each not in desired | observed:
             raise UsageError(f"replace: {each!r}: expected KIND:NAME or ENTRY/KIND:NAME, such as raid:R0")
+    for each in remove:
+        if each in desired:
+            raise UsageError(f"remove: {each!r}: is in the file; take it out there first")
+        if each not in observed:
+            raise UsageError(f"remove: {each!r}: runs nowhere; expected KIND:NAME or ENTRY/KIND:NAME")
 
 
-def _replace_of(endpoint: Endpoint, replace: Collection[str]) -> set[str]:
+def _references(look: Look, state_of: Callable[[EndpointView], State]) -> set[str]:
+    own = {(view.endpoint.name, each.reference) for view in look.endpoints for each in state_of(view)}
+    return {reference for _, reference in own} | {f"{entry}/{reference}" for entry, reference in own}
+
+
+def _named_of(endpoint: Endpoint, named: Collection[str]) -> set[str]:
     """References that mean this process: with its name before them, or with none."""
     prefix = f"{endpoint.name}/"
-    own = {each.removeprefix(prefix) for each in replace if each.startswith(prefix)}
-    return own | {each for each in replace if each.partition(":")[0].find("/") < 0}
+    own = {each.removeprefix(prefix) for each in named if each.startswith(prefix)}
+    return own | {each for each in named if each.partition(":")[0].find("/") < 0}
 
 
 def _arriving(look: Look, endpoint: Endpoint) -> dict[str, int | None]:
@@ -288,7 +366,9 @@ def _arriving(look: Look, endpoint: Endpoint) -> dict[str, int | None]:
 def _served_block_size(look: Look, served: ServedSubsystem, nsid: int) -> int | None:
     namespace = served.namespaces[nsid]
     if namespace.bdev is None:
-        return namespace.block_size
+        seen = look.unmanaged.get(served.nqn)
+        found = None if seen is None else seen.namespaces.get(nsid)
+        return namespace.block_size if found is None else found.block_size_bytes
     view = look.view(served.target, "target")
     if view is None:
         return None
@@ -435,6 +515,8 @@ def _member_hops(look: Look, spec: VolumeSpec, index: int) -> list[FlushHop]:
         return [FlushHop(member.uri, FlushState.EFFECTIVE, "file: fdatasync")]
     seen = look.volumes.get(spec.name)
     has_cache = None if seen is None else seen.has_volatile_cache.get(member.uri)
+    if has_cache is None and served is not None:
+        has_cache = _unmanaged_cache(look, served.nqn)
     return [_controller_hop(member.uri, has_cache)]
 
 
@@ -474,11 +556,13 @@ def _beyond(look: Look, controller: Resource, nsid: int) -> list[FlushHop]:
         return []
     if served.is_managed:
         return _served_hops(look, served, nsid)
-    for seen in look.volumes.values():
-        for member in seen.spec.members:
-            if (member.subsystem, member.nsid) == (nqn, nsid):
-                return [_controller_hop(member.uri, seen.has_volatile_cache.get(member.uri))]
-    return []
+    where = f"target {served.target} {served.nqn}#{nsid}"
+    return [_controller_hop(where, _unmanaged_cache(look, served.nqn))]
+
+
+def _unmanaged_cache(look: Look, nqn: str) -> bool | None:
+    seen = look.unmanaged.get(nqn)
+    return None if seen is None else seen.has_volatile_cache
 
 
 def _flush_problems(look: Look, spec: VolumeSpec) -> list[str]:
