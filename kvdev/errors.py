@@ -66,6 +66,13 @@ class ConnectionLostError(TransportError):
     """The connection broke; commands outstanding on it have an unknown fate."""
 
 
+class UncertainWriteError(TransportError):
+    """A write was sent and its connection lost: it may take effect, now or until its controller is fenced.
+
+    From a flush: writes that had completed may be lost with the cache of a controller that went away.
+    """
+
+
 class DeadlineError(TransportError, TimeoutError):
     """A bounded wait ended first."""
 

@@ -25,9 +25,11 @@ from kvdev.errors import (
     KvdevError,
     QueueFullError,
     TransportError,
+    UncertainWriteError,
     UsageError,
 )
 from kvdev.native.io import (
+    EUNCERTAIN,
     IO_DONE_DTYPE,
     IO_DTYPE,
     IO_MAY_COPY,
@@ -190,6 +192,12 @@ _STATUS_NAMES = {
 def error_of(*, error: int, status: int, opcode: int, slba: int, uri: str) -> KvdevError:
     """The exception that one failed command means; ``error`` is the completion's −errno."""
     where = f"{uri}: {_OPCODE_NAMES.get(opcode, f'opcode 0x{opcode:02x}')} at LBA {slba}"
+    if error == -EUNCERTAIN:
+        what = "fate unknown: it was sent and the connection lost; it may take effect until its controller is fenced"
+        if opcode == OPCODE_FLUSH:
+            where = f"{uri}: flush"
+            what = "a controller went away with its cache: writes completed since the last flush may be lost"
+        return UncertainWriteError(f"{where}: {what}", errno=EUNCERTAIN, trid=uri)
     if status:
         sct, sc, dnr = status_fields(status)
         return CommandError(
@@ -204,6 +212,10 @@ def error_of(*, error: int, status: int, opcode: int, slba: int, uri: str) -> Kv
     if number in (errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE):
         what = "connection lost: the target is gone or has dropped it; what was flushed is there on reopen"
         return ConnectionLostError(f"{where}: {what}", errno=number, trid=uri)
+    if number == errno.ENODEV:
+        return ConnectionLostError(
+            f"{where}: the namespace is gone, or another one has its id", errno=number, trid=uri
+        )
     if number in (errno.ETIMEDOUT, errno.ECANCELED):
         operation = _OPCODE_NAMES.get(opcode, f"opcode 0x{opcode:02x}")
         return DeadlineError(f"{where}: no completion in time", operation=operation, trid=uri)

@@ -36,7 +36,10 @@ struct handle {
     uint32_t event_head;
     uint32_t event_count;
     uint32_t events[KVDEV_ADMIN_EVENTS_MAX];
+    uint64_t looked_ns;          /* traffic based: when the last look was */
+    int is_traffic_based;
     int is_keep_alive_out;
+    int is_keep_alive_refused;
     int is_releasing;
     pthread_cond_t changed;
 };
@@ -46,6 +49,7 @@ struct kvdev_admin {
     pthread_t thread;
     pid_t pid;
     int wake_fd;
+    int notice_fd;
     int is_stopping;
     uint32_t handle_count;       /* entries ever used */
     struct handle handles[KVDEV_ADMIN_QPAIRS_MAX];
@@ -69,6 +73,15 @@ static void wake(struct kvdev_admin *admin)
     /* Full means that a wake-up is pending already. */
     ssize_t n = write(admin->wake_fd, &one, sizeof one);
     (void)n;
+}
+
+static void notice(const struct kvdev_admin *admin)
+{
+    uint64_t one = 1;
+    if (admin->notice_fd >= 0) {
+        ssize_t n = write(admin->notice_fd, &one, sizeof one);
+        (void)n;
+    }
 }
 
 /* Waits for a change of the handle, with the lock held; 1 when the deadline has passed. */
@@ -107,6 +120,7 @@ static void on_event(struct handle *handle, int error, const uint8_t *cqe)
         uint32_t tail = (handle->event_head + handle->event_count++) % KVDEV_ADMIN_EVENTS_MAX;
         handle->events[tail] = kvdev_load_le32(cqe);
     }
+    notice(handle->admin);
     if (handle->info.aer_outstanding < handle->aer_target)
         aer_start(handle);
 }
@@ -121,8 +135,11 @@ static void on_qpair_done(void *owner, uint64_t cookie, int error, const uint8_t
         if (!error) {
             handle->info.keep_alives_done++;
             handle->info.keep_alive_last_ns = at_ns;
-            if (kvdev_load_le16(cqe + 14) >> 1 & 0x7ff)
+            if (kvdev_load_le16(cqe + 14) >> 1 & 0x7ff) {
+                /* A controller that does not take it will let the association expire. */
                 handle->info.keep_alive_errors++;
+                handle->is_keep_alive_refused = 1;
+            }
         }
     } else if (cookie == COOKIE_AER) {
         on_event(handle, error, cqe);
@@ -135,19 +152,29 @@ static void on_qpair_done(void *owner, uint64_t cookie, int error, const uint8_t
     pthread_cond_broadcast(&handle->changed);
 }
 
-/* Base 3.9, TCP 3.4: a Keep Alive every KATO / 2; one not answered within KATO is a lost connection. */
+/* Base 3.9, TCP 3.4: a Keep Alive every KATO / 2; one not answered within KATO is a lost connection. Traffic based,
+ * what was sent and answered since the last look makes it needless. */
 static void keep_alive(struct handle *handle, uint64_t now)
 {
     uint64_t kato_ns = (uint64_t)handle->info.keep_alive_ms * NS_PER_MS;
+    if (handle->is_keep_alive_refused) {
+        kvdev_qpair_kill(handle->qp, KVDEV_FAULT_TIMEOUT, -ETIMEDOUT, "keep alive, refused");
+        return;
+    }
     if (now < handle->keep_alive_due_ns)
         return;
-    handle->keep_alive_due_ns = now + kato_ns / 2;
+    handle->keep_alive_due_ns = now + kato_ns / (handle->is_traffic_based ? 4 : 2);
     if (handle->is_keep_alive_out)
         return; /* its own time limit decides */
+    uint64_t looked_ns = handle->looked_ns;
+    handle->looked_ns = now;
+    if (handle->is_traffic_based && kvdev_qpair_traffic_ns(handle->qp) > looked_ns)
+        return;
     uint8_t sqe[KVDEV_SQE_BYTES] = { OPC_KEEP_ALIVE };
     if (!kvdev_qpair_start(handle->qp, sqe, NULL, 0, KVDEV_DIR_NONE, COOKIE_KEEP_ALIVE, now + kato_ns)) {
         handle->is_keep_alive_out = 1;
         handle->info.keep_alives_sent++;
+        handle->info.keep_alive_sent_ns = now;
     }
 }
 
@@ -158,6 +185,7 @@ static void note_loss(struct handle *handle)
     struct kvdev_qpair_fault fault;
     kvdev_qpair_fault_read(handle->qp, &fault);
     handle->info.lost_ns = fault.at_ns ? fault.at_ns : now_ns();
+    notice(handle->admin);
     pthread_cond_broadcast(&handle->changed);
 }
 
@@ -247,6 +275,7 @@ int kvdev_admin_create(struct kvdev_admin **ret)
         return error;
     }
     admin->pid = getpid();
+    admin->notice_fd = -1;
     admin->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (admin->wake_fd < 0) {
         error = -errno;
@@ -335,7 +364,9 @@ int kvdev_admin_adopt(struct kvdev_admin *admin, struct kvdev_qpair *qp, uint32_
             continue;
         memset(&handle->info, 0, sizeof handle->info);
         handle->info.keep_alive_ms = keep_alive_ms;
-        handle->keep_alive_due_ns = now_ns() + (uint64_t)keep_alive_ms * NS_PER_MS / 2;
+        handle->info.keep_alive_sent_ns = handle->looked_ns = now_ns();
+        handle->keep_alive_due_ns = handle->looked_ns + (uint64_t)keep_alive_ms * NS_PER_MS / 2;
+        handle->is_traffic_based = handle->is_keep_alive_refused = 0;
         handle->aer_target = handle->event_head = handle->event_count = 0;
         handle->is_keep_alive_out = 0;
         handle->qp = qp;
@@ -377,6 +408,28 @@ int kvdev_admin_keep_alive_set(struct kvdev_admin *admin, uint32_t index, uint32
     pthread_mutex_unlock(&admin->lock);
     wake(admin);
     return handle ? 0 : -EINVAL;
+}
+
+int kvdev_admin_traffic_based_set(struct kvdev_admin *admin, uint32_t index, int is_traffic_based)
+{
+    if (is_foreign(admin))
+        return -ECHILD;
+    pthread_mutex_lock(&admin->lock);
+    struct handle *handle = handle_of(admin, index);
+    if (handle)
+        handle->is_traffic_based = is_traffic_based;
+    pthread_mutex_unlock(&admin->lock);
+    return handle ? 0 : -EINVAL;
+}
+
+int kvdev_admin_notice_set(struct kvdev_admin *admin, int fd)
+{
+    if (is_foreign(admin))
+        return -ECHILD;
+    pthread_mutex_lock(&admin->lock);
+    admin->notice_fd = fd;
+    pthread_mutex_unlock(&admin->lock);
+    return 0;
 }
 
 /* ---- commands of callers ---- */
@@ -492,6 +545,7 @@ int kvdev_admin_info_read(struct kvdev_admin *admin, uint32_t index, struct kvde
         note_loss(handle);
         *ret = handle->info;
         ret->is_alive = (uint32_t)kvdev_qpair_is_ready(handle->qp);
+        ret->events_pending = handle->event_count;
     }
     pthread_mutex_unlock(&admin->lock);
     return handle ? 0 : -EINVAL;

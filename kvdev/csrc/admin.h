@@ -24,7 +24,8 @@ struct kvdev_admin_info {
     uint64_t lost_ns;              /* when the connection was lost; 0 while it lives */
     uint64_t events_dropped;       /* asynchronous events that found KVDEV_ADMIN_EVENTS_MAX unread */
     uint32_t aer_outstanding;
-    uint32_t reserved;
+    uint32_t events_pending;       /* to be taken */
+    uint64_t keep_alive_sent_ns;   /* when the controller's timer may have been started anew for the last time */
 };
 
 struct kvdev_admin;
@@ -39,6 +40,12 @@ int kvdev_admin_adopt(struct kvdev_admin *admin, struct kvdev_qpair *qp, uint32_
 int kvdev_admin_release(struct kvdev_admin *admin, uint32_t handle);
 /* Another KATO (0 stops keep alive: after CC.SHN, or when the effective value was read back). */
 int kvdev_admin_keep_alive_set(struct kvdev_admin *admin, uint32_t handle, uint32_t keep_alive_ms);
+
+/* Traffic based keep alive (CTRATT.TBKAS): every KATO / 4 a look at what has been completed, by any queue pair of the
+ * association, of what was sent since the last look; a Keep Alive only where that is nothing. */
+int kvdev_admin_traffic_based_set(struct kvdev_admin *admin, uint32_t handle, int is_traffic_based);
+/* An eventfd of the caller that is written when a connection is lost or an event has come; -1 for none. */
+int kvdev_admin_notice_set(struct kvdev_admin *admin, int fd);
 
 /* Like kvdev_qpair_execute, from any thread. A command over its time takes the connection down:
  * -ETIMEDOUT. The memory of data is free on return, whatever is returned. */

@@ -28,7 +28,8 @@ struct kvdev_io_done {         /* one completion */
     uint64_t submit_ns;        /* CLOCK_MONOTONIC when submit took it */
     uint64_t send_ns;          /* when its capsule was handed to the socket */
     uint64_t complete_ns;
-    int32_t error;             /* 0, or -errno; -EIO with an NVMe status, -ENOTCONN connection lost, ... */
+    int32_t error;             /* 0, or -errno; -EIO with an NVMe status, -ENOTCONN connection lost without effect,
+                                  -KVDEV_EUNCERTAIN, ... */
     uint16_t status;           /* NVMe status field: SC in bits 7:0, SCT in 10:8, CRD 12:11, M 13, DNR 14 */
     uint16_t qpair_index;
     uint32_t device_index;
@@ -48,6 +49,10 @@ struct kvdev_io_group {        /* commands that complete together: the pieces of
     uint16_t status;           /* out: NVMe status of that command */
     uint16_t reserved[7];
 };
+
+/* Error of a write that was sent and whose fate nobody knows (it may take effect, now or until its controller is
+ * fenced), and of a flush that cannot vouch for writes completed before. No errno of the kernel has this number. */
+#define KVDEV_EUNCERTAIN 1001
 
 #define KVDEV_IO_FUA 0x01
 #define KVDEV_IO_DEALLOCATE 0x02

@@ -37,6 +37,7 @@
 #define STATUS_TRANSFER_ERROR 0x04    /* 00/04h Data Transfer Error */
 #define STATUS_TRANSIENT 0x22         /* 00/22h Transient Transport Error */
 #define NS_PER_S 1000000000ull
+#define CANCEL_SLICE_NS (KVDEV_QPAIR_CANCEL_MS * 1000000ull)
 
 enum request_state {
     REQUEST_FREE = 0,
@@ -98,6 +99,8 @@ struct kvdev_qpair {
     atomic_uint holders;
     pid_t pid;
     atomic_int is_dead;           /* what other threads may read of state */
+    atomic_int is_cancelled;
+    _Atomic uint64_t traffic_ns;  /* of the admin queue pair: send time of the newest command completed */
     struct kvdev_qpair *admin;    /* of its association; held */
 
     struct request *requests;
@@ -150,22 +153,20 @@ static uint32_t power_of_two_at_least(uint32_t n)
     return p;
 }
 
-/* Waits for events on one descriptor until the deadline; 1 ready, 0 not. */
-static int wait_fd(int fd, short events, uint64_t deadline_ns)
+/* Waits for events on the connection until the deadline, or a cancel; 1 ready, 0 not. */
+static int wait_fd(const struct kvdev_qpair *qp, short events, uint64_t deadline_ns)
 {
     for (;;) {
         uint64_t now = now_ns();
         uint64_t left = now >= deadline_ns ? 0 : deadline_ns - now;
-        struct pollfd pfd = { .fd = fd, .events = events };
-        struct timespec ts = { .tv_sec = (time_t)(left / NS_PER_S), .tv_nsec = (long)(left % NS_PER_S) };
-        if (left / NS_PER_S > 1000000)
-            ts.tv_sec = 1000000;
+        uint64_t slice = left < CANCEL_SLICE_NS ? left : CANCEL_SLICE_NS;
+        struct pollfd pfd = { .fd = qp->fd, .events = events };
+        struct timespec ts = { .tv_sec = 0, .tv_nsec = (long)slice };
         int n = ppoll(&pfd, 1, &ts, NULL);
         if (n > 0)
             return 1;
-        if (n < 0 && errno == EINTR && left)
-            continue;
-        return 0;
+        if ((n < 0 && errno != EINTR) || !left || atomic_load(&qp->is_cancelled))
+            return 0;
     }
 }
 
@@ -190,6 +191,8 @@ int kvdev_qpair_create(const struct kvdev_qpair_params *params, struct kvdev_qpa
     atomic_init(&qp->holders, 1);
     qp->pid = getpid();
     atomic_init(&qp->is_dead, 0);
+    atomic_init(&qp->is_cancelled, 0);
+    atomic_init(&qp->traffic_ns, 0);
     uint32_t tx_size = power_of_two_at_least(qp->slot_count + H2C_ITEMS_MAX + 1u);
     uint32_t r2t_size = power_of_two_at_least(qp->slot_count * (params->maxr2t_0based + 1u));
     qp->tx_mask = tx_size - 1u;
@@ -249,7 +252,7 @@ void kvdev_qpair_destroy(struct kvdev_qpair *qp)
     qp->done = NULL;
     if (qp->is_draining) {
         uint64_t deadline = add_ns(now_ns(), TERM_WAIT_NS);
-        while (qp->is_draining && wait_fd(qp->fd, POLLIN, deadline) && now_ns() < deadline)
+        while (qp->is_draining && wait_fd(qp, POLLIN, deadline) && now_ns() < deadline)
             drain(qp, 0);
     }
     kvdev_qpair_close(qp);
@@ -341,6 +344,7 @@ static void request_complete(struct kvdev_qpair *qp, uint32_t slot, const uint8_
     int error = 0;
     uint16_t status_p = kvdev_load_le16(wire_cqe + 14);
     memcpy(req->cqe, wire_cqe, sizeof req->cqe);
+    atomic_store_explicit(qp->admin ? &qp->admin->traffic_ns : &qp->traffic_ns, req->send_ns, memory_order_relaxed);
     if ((status_p >> 1 & 0x7ff) == 0) {
         int has_moved_all = req->cmd.direction == KVDEV_DIR_C2H ? kvdev_pdu_cmd_is_complete(&req->cmd)
                             : req->cmd.direction == KVDEV_DIR_H2C
@@ -964,8 +968,8 @@ static int socket_open(struct kvdev_qpair *qp, const struct addrinfo *info, uint
     }
     if (connect(qp->fd, info->ai_addr, info->ai_addrlen) && errno != EINPROGRESS)
         return -errno;
-    if (!wait_fd(qp->fd, POLLOUT, deadline))
-        return -ETIMEDOUT;
+    if (!wait_fd(qp, POLLOUT, deadline))
+        return atomic_load(&qp->is_cancelled) ? -ECANCELED : -ETIMEDOUT;
     int error = 0;
     socklen_t len = sizeof error;
     if (getsockopt(qp->fd, SOL_SOCKET, SO_ERROR, &error, &len))
@@ -1026,8 +1030,11 @@ static int ic_exchange(struct kvdev_qpair *qp, uint64_t deadline)
     }
     qp->counters.tx_bytes += len;
     while (!qp->is_ic_done && qp->state != KVDEV_QPAIR_DEAD) {
-        if (!wait_fd(qp->fd, POLLIN, deadline)) {
-            kvdev_qpair_kill(qp, KVDEV_FAULT_TIMEOUT, -ETIMEDOUT, "ICResp");
+        if (!wait_fd(qp, POLLIN, deadline)) {
+            if (atomic_load(&qp->is_cancelled))
+                kvdev_qpair_kill(qp, KVDEV_FAULT_LOCAL, -ECANCELED, "ICResp");
+            else
+                kvdev_qpair_kill(qp, KVDEV_FAULT_TIMEOUT, -ETIMEDOUT, "ICResp");
             break;
         }
         receive(qp);
@@ -1051,7 +1058,10 @@ int kvdev_qpair_connect(struct kvdev_qpair *qp, const char *address, uint16_t po
     int error = socket_open(qp, info, deadline);
     freeaddrinfo(info);
     if (error) {
-        kvdev_qpair_kill(qp, error == -ETIMEDOUT ? KVDEV_FAULT_TIMEOUT : KVDEV_FAULT_SOCKET, error, "connect");
+        uint32_t kind = error == -ETIMEDOUT   ? KVDEV_FAULT_TIMEOUT
+                        : error == -ECANCELED ? KVDEV_FAULT_LOCAL
+                                              : KVDEV_FAULT_SOCKET;
+        kvdev_qpair_kill(qp, kind, error, "connect");
         return error;
     }
     error = ic_exchange(qp, deadline);
@@ -1107,8 +1117,9 @@ int kvdev_qpair_execute(struct kvdev_qpair *qp, const uint8_t *sqe, void *data, 
         if (result.is_done)
             break;
         short events = 0;
-        int fd = kvdev_qpair_wait_fd(qp, &events);
-        wait_fd(fd, events, deadline);
+        kvdev_qpair_wait_fd(qp, &events);
+        if (!wait_fd(qp, events, deadline) && atomic_load(&qp->is_cancelled))
+            kvdev_qpair_kill(qp, KVDEV_FAULT_LOCAL, -ECANCELED, "given up");
     }
     kvdev_qpair_owner_set(qp, NULL, NULL);
     if (result.error == -ENOTCONN && qp->fault.error)
@@ -1116,7 +1127,17 @@ int kvdev_qpair_execute(struct kvdev_qpair *qp, const uint8_t *sqe, void *data, 
     return result.error;
 }
 
+void kvdev_qpair_cancel(struct kvdev_qpair *qp)
+{
+    atomic_store(&qp->is_cancelled, 1);
+}
+
 /* ---- reading state ---- */
+
+uint64_t kvdev_qpair_traffic_ns(const struct kvdev_qpair *qp)
+{
+    return atomic_load_explicit(&qp->traffic_ns, memory_order_relaxed);
+}
 
 void kvdev_qpair_info_read(const struct kvdev_qpair *qp, struct kvdev_qpair_info *ret)
 {

@@ -35,6 +35,8 @@
 #define KVDEV_FAULT_LOCAL 8    /* closed by us */
 #define KVDEV_FAULT_ASSOCIATION 9 /* the admin queue pair of its association is dead */
 
+#define KVDEV_QPAIR_CANCEL_MS 50
+
 struct kvdev_qpair_params {
     uint16_t qid;                   /* 0 is the admin queue */
     uint16_t queue_size;            /* SQ entries as agreed by Connect, 2..4096; queue_size - 1 commands fit */
@@ -107,6 +109,10 @@ int kvdev_qpair_connect(struct kvdev_qpair *qp, const char *address, uint16_t po
 int kvdev_qpair_execute(struct kvdev_qpair *qp, const uint8_t *sqe, void *data, uint32_t len, uint32_t direction,
                         uint64_t timeout_ns, uint8_t *cqe);
 
+/* Ends a connect or execute that another thread is inside, within KVDEV_QPAIR_CANCEL_MS, and each one after; the
+ * queue pair dies with -ECANCELED. */
+void kvdev_qpair_cancel(struct kvdev_qpair *qp);
+
 void kvdev_qpair_info_read(const struct kvdev_qpair *qp, struct kvdev_qpair_info *ret);
 /* kind is KVDEV_FAULT_NONE while the queue pair is well. */
 void kvdev_qpair_fault_read(const struct kvdev_qpair *qp, struct kvdev_qpair_fault *ret);
@@ -134,6 +140,9 @@ void kvdev_qpair_hold(struct kvdev_qpair *qp);
  * died, send_ns 0 tells a command that never left this host. The callback may start commands. */
 typedef void kvdev_qpair_done_fn(void *owner, uint64_t cookie, int error, const uint8_t *cqe, uint64_t send_ns,
                                  uint64_t now_ns);
+
+/* When the last command was sent that this association has completed, on any of its queue pairs; of the admin one. */
+uint64_t kvdev_qpair_traffic_ns(const struct kvdev_qpair *qp);
 
 /* Sets who hears of completions; NULL drops them. */
 void kvdev_qpair_owner_set(struct kvdev_qpair *qp, kvdev_qpair_done_fn *done, void *owner);

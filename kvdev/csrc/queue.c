@@ -2,10 +2,13 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "crc32c.h"
 #include "queue_device.h"
@@ -24,6 +27,10 @@
 #define DSM_RANGES_MAX 256u
 #define DSM_RANGE_BYTES 16u
 #define NS_PER_S 1000000000ull
+#define CONTROLLER_NONE 0xffffu
+#define LOSSES_MAX 32u                   /* a command that so many connections died under is likely the cause */
+#define RETRY_DELAY_NS 100000000ull      /* before a retry where the controller asks for no delay of its own */
+#define STATUS_DNR 0x4000u
 
 #define OPC_FLUSH 0x00
 #define OPC_WRITE 0x01
@@ -48,6 +55,12 @@ struct node {
     uint16_t status;
     uint16_t qpair_index;
     uint8_t passthrough;     /* index + 1 into the passthrough table; 0 for a plain command */
+    uint8_t is_uncertain;    /* it was sent on a connection that is lost, and changes data */
+    uint8_t losses;
+    uint8_t retries;
+    uint16_t controller;     /* whose fence a held command waits for */
+    uint16_t generation;     /* of its device */
+    uint64_t due_ns;         /* a held or delayed command is pending again then */
 };
 
 struct passthrough {
@@ -78,14 +91,48 @@ struct device_ops {
     int (*is_alive)(const struct kvdev_queue *queue, const struct device *device);
 };
 
+/* One controller of a namespace. */
+struct leg {
+    uint16_t controller;
+    uint8_t state;                /* KVDEV_PATH_* */
+    uint8_t is_suspect;           /* an ANA error came: unusable until its state is set again */
+    uint64_t dirty_ns;            /* when the first write completed that no flush covers; 0 there is none */
+    uint64_t written_ns;          /* when the last one did */
+};
+
 struct device {
     const struct device_ops *ops; /* NULL: the entry is free */
     struct kvdev_queue_namespace ns;
     const struct kvdev_queue_driver *driver; /* NULL for a namespace */
     void *object;                 /* the driver's */
     int is_blocked;               /* of a driver's device, like a path's */
+    struct kvdev_queue_recovery recovery;
     struct list pending[KVDEV_QUEUE_PRIORITY_COUNT];
     uint8_t is_active[KVDEV_QUEUE_PRIORITY_COUNT];
+    uint8_t is_recovering;
+    uint8_t is_failed;            /* no usable controller for longer than fail_after_ns */
+    uint8_t has_lost_writes;      /* completed, not flushed, and nobody vouches for them: the next flush says so */
+    int error;                    /* what commands complete with, 0 in good times */
+    uint16_t generation;
+    uint16_t active_count;
+    uint16_t active[KVDEV_QUEUE_DEVICE_ACTIVE_MAX]; /* queue pairs in use */
+    uint32_t turn;                /* round robin */
+    uint32_t current;             /* active/passive: the leg */
+    uint32_t leg_count;
+    struct leg legs[KVDEV_QUEUE_DEVICE_PATHS_MAX];
+    uint64_t no_path_ns;          /* since when there is no usable controller; 0 while there is one */
+};
+
+/* One controller address: at most one association at a time. */
+struct controller {
+    uint8_t in_use;
+    uint8_t is_up;
+    uint8_t has_fallen;
+    uint8_t has_ana;
+    uint8_t has_ana_error;
+    uint64_t made_ns;
+    uint64_t fence_ns;
+    uint64_t retry_delay_ns[3];
 };
 
 struct path {
@@ -93,6 +140,7 @@ struct path {
     struct kvdev_qpair *qp;       /* NULL: the entry is free */
     uint64_t last_done_ns;
     uint32_t index;
+    uint16_t controller;          /* CONTROLLER_NONE for a queue pair of its own */
     int is_blocked;               /* in this dispatch pass something of higher rank waits for it */
 };
 
@@ -106,7 +154,17 @@ struct rotation {
 struct kvdev_queue {
     struct kvdev_queue_options options;
     struct kvdev_queue_stats stats;
-    atomic_flag busy;
+    atomic_flag busy;             /* finds two threads on the data path, which is misuse */
+    pthread_mutex_t lock;         /* held by the data path while it is inside, sleep included; intruders wake it */
+    pthread_cond_t calm;
+    atomic_uint intruders;
+    int wake_fd;
+    int notice_fd;
+    int is_abandoning;
+    struct list delayed;          /* commands that wait for their due_ns; counted as pending */
+    uint64_t delayed_due_ns;      /* none of them is due earlier */
+    uint64_t fail_due_ns;         /* no device runs out of patience earlier */
+    struct controller controllers[KVDEV_QUEUE_CONTROLLERS_MAX];
     struct node *nodes;
     uint32_t free_head;
     uint32_t free_count;
@@ -222,15 +280,365 @@ static void node_done(struct kvdev_queue *q, uint32_t index, int error, uint16_t
     q->stats.done_count++;
 }
 
-/* A pending command that will never be sent. */
+/* The error that is known for certain: a write lost once has an unknown fate until it succeeds. */
+static int node_error(struct kvdev_queue *q, const struct node *node, int error)
+{
+    if (!node->is_uncertain)
+        return error;
+    q->stats.uncertain++;
+    return -KVDEV_EUNCERTAIN;
+}
+
+/* A pending command that will not be sent (again). */
 static void node_refuse(struct kvdev_queue *q, uint32_t index, int error, uint64_t now)
 {
     struct node *node = &q->nodes[index];
-    node->send_ns = 0;
+    if (!node->is_uncertain)
+        node->send_ns = 0;
     node->complete_ns = now;
     node->qpair_index = QPAIR_NONE;
     q->stats.pending_count--;
-    node_done(q, index, error, 0, 0);
+    node_done(q, index, node_error(q, node, error), 0, 0);
+}
+
+static void notice(const struct kvdev_queue *q)
+{
+    uint64_t one = 1;
+    if (q->notice_fd >= 0) {
+        /* Full means that a notice is pending already. */
+        ssize_t n = write(q->notice_fd, &one, sizeof one);
+        (void)n;
+    }
+}
+
+/* ---- recovery: which commands go on after what ---- */
+
+static void device_activate(struct kvdev_queue *q, uint32_t device_index, uint32_t priority);
+
+static int is_controller_usable(const struct kvdev_queue *q, uint32_t index)
+{
+    return q->controllers[index].is_up && !q->controllers[index].has_fallen;
+}
+
+static int is_leg_usable(const struct kvdev_queue *q, const struct leg *leg)
+{
+    return is_controller_usable(q, leg->controller) && leg->state != KVDEV_PATH_UNUSABLE && !leg->is_suspect;
+}
+
+static void fail_due_update(struct kvdev_queue *q)
+{
+    q->fail_due_ns = UINT64_MAX;
+    for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++) {
+        const struct device *device = &q->devices[i];
+        if (!device->ops || !device->is_recovering || !device->no_path_ns || device->is_failed)
+            continue;
+        uint64_t due = add_ns(device->no_path_ns, device->recovery.fail_after_ns);
+        if (due < q->fail_due_ns)
+            q->fail_due_ns = due;
+    }
+}
+
+/* Chooses the queue pairs in use: of the best ANA state there is, and with active/passive of one controller, which
+ * stays until it fails or is no longer among the best. */
+static void device_rebuild(struct kvdev_queue *q, struct device *device)
+{
+    uint8_t best = KVDEV_PATH_UNUSABLE;
+    for (uint32_t i = 0; i < device->leg_count; i++)
+        if (is_leg_usable(q, &device->legs[i]) && device->legs[i].state < best)
+            best = device->legs[i].state;
+    if (device->recovery.policy == KVDEV_PATHS_ACTIVE_PASSIVE && best != KVDEV_PATH_UNUSABLE) {
+        for (uint32_t i = 0; i < device->leg_count; i++) {
+            const struct leg *leg = &device->legs[device->current % device->leg_count];
+            if (is_leg_usable(q, leg) && leg->state == best)
+                break;
+            device->current = (device->current + 1) % device->leg_count;
+        }
+    }
+    device->active_count = 0;
+    for (uint32_t i = 0; i < device->leg_count; i++) {
+        const struct leg *leg = &device->legs[i];
+        if (!is_leg_usable(q, leg) || leg->state != best)
+            continue;
+        if (device->recovery.policy == KVDEV_PATHS_ACTIVE_PASSIVE && i != device->current)
+            continue;
+        for (uint32_t k = 0; k < q->path_count && device->active_count < KVDEV_QUEUE_DEVICE_ACTIVE_MAX; k++)
+            if (q->paths[k].qp && q->paths[k].controller == leg->controller)
+                device->active[device->active_count++] = (uint16_t)k;
+    }
+    if (device->active_count) {
+        device->no_path_ns = 0;
+        device->is_failed = 0;
+    } else if (!device->no_path_ns) {
+        device->no_path_ns = now_ns();
+    }
+    fail_due_update(q);
+}
+
+static struct leg *leg_of(struct device *device, uint32_t controller)
+{
+    for (uint32_t i = 0; i < device->leg_count; i++)
+        if (device->legs[i].controller == controller)
+            return &device->legs[i];
+    return NULL;
+}
+
+static void requeue(struct kvdev_queue *q, uint32_t index)
+{
+    const struct node *node = &q->nodes[index];
+    q->stats.requeued++;
+    q->stats.pending_count++;
+    list_push_front(q, &q->devices[node->io.device_index].pending[node->io.priority], index);
+    device_activate(q, node->io.device_index, node->io.priority);
+}
+
+static void delay(struct kvdev_queue *q, uint32_t index, uint64_t due_ns)
+{
+    q->nodes[index].due_ns = due_ns;
+    q->stats.pending_count++;
+    list_push(q, &q->delayed, index);
+    if (due_ns < q->delayed_due_ns)
+        q->delayed_due_ns = due_ns;
+}
+
+static void hold(struct kvdev_queue *q, uint32_t index, uint32_t controller)
+{
+    const struct controller *entry = &q->controllers[controller];
+    q->nodes[index].controller = (uint16_t)controller;
+    q->stats.held++;
+    delay(q, index, entry->is_up ? UINT64_MAX : entry->fence_ns);
+}
+
+static int changes_data(const struct kvdev_queue *q, const struct node *node)
+{
+    if (node->passthrough)
+        return q->passthroughs[node->passthrough - 1].direction != KVDEV_DIR_C2H;
+    return node->io.opcode == OPC_WRITE || node->io.opcode == OPC_WRITE_ZEROES || node->io.opcode == OPC_DSM;
+}
+
+/* The connection died under a command. 0: it goes on; else the error it ends with. */
+static int recover_loss(struct kvdev_queue *q, const struct path *path, uint32_t index, int error, uint64_t send_ns)
+{
+    struct node *node = &q->nodes[index];
+    const struct kvdev_queue_recovery *recovery = &q->devices[node->io.device_index].recovery;
+    if (!send_ns) {
+        requeue(q, index);
+        return 0;
+    }
+    if (error == -ETIMEDOUT && ++node->retries > recovery->retry_count)
+        return node_error(q, node, error);
+    if (node->passthrough || ++node->losses > LOSSES_MAX)
+        return node_error(q, node, error);
+    if (!changes_data(q, node))
+        requeue(q, index);
+    else if (recovery->is_uncertain_reported)
+        return node_error(q, node, error);
+    else
+        hold(q, index, path->controller);
+    return 0;
+}
+
+static void suspect(struct kvdev_queue *q, struct device *device, uint32_t controller)
+{
+    struct leg *leg = leg_of(device, controller);
+    if (!leg)
+        return;
+    leg->is_suspect = 1;
+    q->controllers[controller].has_ana_error = 1;
+    device_rebuild(q, device);
+    notice(q);
+}
+
+/* The controller completed a command with an error status (Base 4.2.3). As recover_loss. */
+static int recover_status(struct kvdev_queue *q, const struct path *path, uint32_t index, uint16_t status,
+                          uint64_t now)
+{
+    struct node *node = &q->nodes[index];
+    struct device *device = &q->devices[node->io.device_index];
+    const struct controller *controller = &q->controllers[path->controller];
+    uint64_t wait_ns = RETRY_DELAY_NS;
+    if (status & STATUS_DNR || node->passthrough)
+        return node_error(q, node, -EIO);
+    switch (status & 0x7ff) {
+    case 0x301: /* ANA persistent loss, inaccessible, transition */
+    case 0x302:
+    case 0x303:
+        if (controller->has_ana) {
+            if (++node->losses > LOSSES_MAX)
+                return node_error(q, node, -EIO);
+            suspect(q, device, path->controller);
+            requeue(q, index);
+            return 0;
+        }
+        break;
+    case 0x300: /* internal, controller or host path error, aborted by the host: the path is at fault */
+    case 0x360:
+    case 0x370:
+    case 0x371:
+        if (device->leg_count > 1) {
+            device->current++;
+            device_rebuild(q, device);
+        }
+        break;
+    case 0x022: /* transient transport error: most likely a data digest */
+        wait_ns = 0;
+        break;
+    case 0x005: /* power loss, submission queue deleted: it was aborted */
+    case 0x008:
+    case 0x021: /* interrupted, media not ready, namespace not ready */
+    case 0x024:
+    case 0x082:
+        break;
+    default:
+        return node_error(q, node, -EIO);
+    }
+    if (++node->retries > device->recovery.retry_count)
+        return node_error(q, node, -EIO);
+    uint32_t crd = (uint32_t)status >> 11 & 3;
+    if (crd && controller->retry_delay_ns[crd - 1])
+        wait_ns = controller->retry_delay_ns[crd - 1];
+    if (wait_ns) {
+        node->controller = CONTROLLER_NONE;
+        q->stats.requeued++;
+        delay(q, index, add_ns(now, wait_ns));
+    } else {
+        requeue(q, index);
+    }
+    return 0;
+}
+
+/* A command failed. 0: it goes on; else the error it ends with. */
+static int recover(struct kvdev_queue *q, const struct path *path, uint32_t index, int error, uint16_t status,
+                   uint64_t send_ns, uint64_t now)
+{
+    struct node *node = &q->nodes[index];
+    const struct device *device = &q->devices[node->io.device_index];
+    int is_lost = error == -ENOTCONN || error == -ETIMEDOUT;
+    if (is_lost && send_ns && changes_data(q, node))
+        node->is_uncertain = 1;
+    if (!device->ops || !device->is_recovering || device->generation != node->generation || device->error ||
+        q->is_abandoning)
+        return node_error(q, node, error);
+    if (is_lost)
+        return recover_loss(q, path, index, error, send_ns);
+    return recover_status(q, path, index, status, now);
+}
+
+/* Commands whose time has come are pending again. */
+static void delayed_release(struct kvdev_queue *q, uint64_t now)
+{
+    struct list list = q->delayed;
+    uint32_t index;
+    q->delayed = (struct list){ NODE_NONE, NODE_NONE };
+    q->delayed_due_ns = UINT64_MAX;
+    while ((index = list_pop(q, &list)) != NODE_NONE) {
+        struct node *node = &q->nodes[index];
+        if (node->due_ns <= now) {
+            list_push_front(q, &q->devices[node->io.device_index].pending[node->io.priority], index);
+            device_activate(q, node->io.device_index, node->io.priority);
+            continue;
+        }
+        list_push(q, &q->delayed, index);
+        if (node->due_ns < q->delayed_due_ns)
+            q->delayed_due_ns = node->due_ns;
+    }
+}
+
+/* Ends the delayed commands of one device; of all with KVDEV_QUEUE_DEVICES_MAX. */
+static void delayed_cancel(struct kvdev_queue *q, uint32_t device_index, int error)
+{
+    struct list list = q->delayed;
+    uint64_t now = now_ns();
+    uint32_t index;
+    q->delayed = (struct list){ NODE_NONE, NODE_NONE };
+    while ((index = list_pop(q, &list)) != NODE_NONE) {
+        if (device_index == KVDEV_QUEUE_DEVICES_MAX || q->nodes[index].io.device_index == device_index)
+            node_refuse(q, index, error, now);
+        else
+            list_push(q, &q->delayed, index);
+    }
+}
+
+/* ---- flushes: which writes they vouch for ----
+ *
+ * A flush covers what its controller completed (Base 7.2). So each controller that completed writes since the last
+ * one gets it; and where such a controller was lost, with whatever cache it had, one that shares the cache and was
+ * there before those writes and ever since vouches for them, or else the flush fails once. */
+
+static void dirty_hand_over(const struct kvdev_queue *q, struct device *device, struct leg *lost)
+{
+    struct leg *heir = NULL;
+    for (uint32_t i = 0; device->recovery.is_cache_shared && i < device->leg_count && !heir; i++) {
+        struct leg *leg = &device->legs[i];
+        if (leg != lost && is_leg_usable(q, leg) && q->controllers[leg->controller].made_ns < lost->dirty_ns)
+            heir = leg;
+    }
+    if (!heir) {
+        device->has_lost_writes = 1;
+    } else {
+        if (!heir->dirty_ns || lost->dirty_ns < heir->dirty_ns)
+            heir->dirty_ns = lost->dirty_ns;
+        if (lost->written_ns > heir->written_ns)
+            heir->written_ns = lost->written_ns;
+    }
+    lost->dirty_ns = lost->written_ns = 0;
+}
+
+/* The controller that has to be flushed next; CONTROLLER_NONE when any will do. */
+static uint32_t flush_controller(const struct kvdev_queue *q, struct device *device)
+{
+    for (uint32_t i = 0; i < device->leg_count; i++) {
+        struct leg *leg = &device->legs[i];
+        if (!leg->dirty_ns)
+            continue;
+        if (is_leg_usable(q, leg))
+            return leg->controller;
+        if (!is_controller_usable(q, leg->controller))
+            continue; /* settled when it is taken down */
+        dirty_hand_over(q, device, leg);
+    }
+    return CONTROLLER_NONE;
+}
+
+/* A flush succeeded on one controller. 0: the next one has to be flushed; 1: it is done, error is its result. */
+static int flush_done(struct kvdev_queue *q, struct device *device, const struct path *path, uint32_t index,
+                      int *error)
+{
+    struct node *node = &q->nodes[index];
+    struct leg *leg = leg_of(device, path->controller);
+    if (leg)
+        leg->dirty_ns = leg->written_ns < node->send_ns ? 0 : node->send_ns;
+    for (uint32_t i = 0; i < device->leg_count; i++) {
+        const struct leg *other = &device->legs[i];
+        if (other != leg && other->dirty_ns && other->dirty_ns < node->submit_ns) {
+            requeue(q, index);
+            return 0;
+        }
+    }
+    if (device->has_lost_writes) {
+        device->has_lost_writes = 0;
+        q->stats.uncertain++;
+        *error = -KVDEV_EUNCERTAIN;
+    }
+    return 1;
+}
+
+/* Bookkeeping of a success on a namespace with a volatile cache. As flush_done. */
+static int cache_note(struct kvdev_queue *q, const struct path *path, uint32_t index, uint64_t now, int *error)
+{
+    const struct node *node = &q->nodes[index];
+    struct device *device = &q->devices[node->io.device_index];
+    if (!device->ops || device->generation != node->generation || node->passthrough)
+        return 1;
+    if (node->io.opcode == OPC_FLUSH)
+        return flush_done(q, device, path, index, error);
+    if (changes_data(q, node)) {
+        struct leg *leg = leg_of(device, path->controller);
+        if (leg && !leg->dirty_ns)
+            leg->dirty_ns = now;
+        if (leg)
+            leg->written_ns = now;
+    }
+    return 1;
 }
 
 static void on_qpair_done(void *owner, uint64_t cookie, int error, const uint8_t *cqe, uint64_t send_ns,
@@ -241,7 +649,8 @@ static void on_qpair_done(void *owner, uint64_t cookie, int error, const uint8_t
     uint32_t index = (uint32_t)cookie;
     struct node *node = &q->nodes[index];
     uint16_t status = (uint16_t)(kvdev_load_le16(cqe + 14) >> 1);
-    node->send_ns = send_ns;
+    if (send_ns || !node->is_uncertain)
+        node->send_ns = send_ns; /* of an uncertain one 0 would say that it never left this host */
     node->complete_ns = at_ns;
     node->qpair_index = (uint16_t)path->index;
     path->last_done_ns = at_ns;
@@ -250,6 +659,14 @@ static void on_qpair_done(void *owner, uint64_t cookie, int error, const uint8_t
         memcpy(q->passthroughs[node->passthrough - 1].cqe, cqe, KVDEV_CQE_BYTES);
     if (!error && (status & 0x7ff))
         error = -EIO;
+    if (error) {
+        error = recover(q, path, index, error, status, send_ns, at_ns);
+        if (!error)
+            return;
+    } else if (q->devices[node->io.device_index].recovery.has_volatile_cache &&
+               !cache_note(q, path, index, at_ns, &error)) {
+        return;
+    }
     node_done(q, index, error, status, kvdev_load_le32(cqe));
 }
 
@@ -287,14 +704,19 @@ static uint32_t namespace_check(const struct device *device, const struct kvdev_
 }
 
 /* The ready queue pair with the fewest bytes in flight that takes so many more; NULL if none does. */
-static struct path *path_choose(struct kvdev_queue *q, const struct device *device, uint32_t bytes, uint64_t now,
+static struct path *path_choose(struct kvdev_queue *q, struct device *device, uint32_t bytes, uint64_t now,
                                 int *is_any_ready)
 {
     struct path *best = NULL;
     uint32_t best_bytes = UINT32_MAX;
+    uint32_t count = device->active_count;
+    uint32_t first = 0;
     *is_any_ready = 0;
-    for (uint32_t i = 0; i < device->ns.qpair_count; i++) {
-        struct path *path = &q->paths[device->ns.qpair_index[i]];
+    if (device->recovery.policy == KVDEV_PATHS_ROUND_ROBIN && count)
+        first = device->turn % count;
+    for (uint32_t i = 0; i < count && i < device->active_count; i++) {
+        uint32_t at = first + i < count ? first + i : first + i - count;
+        struct path *path = &q->paths[device->active[at]];
         if (!path->qp || !kvdev_qpair_is_ready(path->qp))
             continue;
         uint32_t outstanding = kvdev_qpair_outstanding(path->qp);
@@ -313,8 +735,23 @@ static struct path *path_choose(struct kvdev_queue *q, const struct device *devi
             continue;
         best = path;
         best_bytes = in_flight;
+        if (device->recovery.policy == KVDEV_PATHS_ROUND_ROBIN) {
+            device->turn = at + 1;
+            break;
+        }
     }
     return best;
+}
+
+/* A queue pair of one controller, whatever else is in flight on it. */
+static struct path *path_of_controller(struct kvdev_queue *q, uint32_t controller)
+{
+    for (uint32_t i = 0; i < q->path_count; i++) {
+        struct path *path = &q->paths[i];
+        if (path->qp && path->controller == controller && kvdev_qpair_room(path->qp))
+            return path;
+    }
+    return NULL;
 }
 
 static void sqe_build(const struct device *device, const struct kvdev_io *io, uint8_t *wire)
@@ -344,13 +781,22 @@ static int namespace_start(struct kvdev_queue *q, struct device *device, uint32_
     const struct kvdev_io *io = &node->io;
     int is_any_ready = 0;
     uint32_t bytes = node->passthrough ? q->passthroughs[node->passthrough - 1].len : io->byte_count;
+    if (device->error)
+        return device->error;
     struct path *path = path_choose(q, device, bytes, now, &is_any_ready);
     if (!path) {
-        if (!is_any_ready)
+        if (!is_any_ready && (!device->is_recovering || device->is_failed))
             return -ENOTCONN;
-        for (uint32_t i = 0; i < device->ns.qpair_count; i++)
-            q->paths[device->ns.qpair_index[i]].is_blocked = 1;
+        for (uint32_t i = 0; i < device->active_count; i++)
+            q->paths[device->active[i]].is_blocked = 1;
         return -EAGAIN;
+    }
+    if (io->opcode == OPC_FLUSH && !node->passthrough && device->recovery.has_volatile_cache) {
+        uint32_t controller = flush_controller(q, device);
+        if (controller != CONTROLLER_NONE && controller != path->controller)
+            path = path_of_controller(q, controller);
+        if (!path)
+            return -EAGAIN;
     }
     uint64_t deadline = node->deadline_ns ? node->deadline_ns : add_ns(now, q->options.command_timeout_ns);
     if (node->passthrough) {
@@ -372,8 +818,8 @@ static int namespace_start(struct kvdev_queue *q, struct device *device, uint32_
 
 static int namespace_is_alive(const struct kvdev_queue *q, const struct device *device)
 {
-    for (uint32_t i = 0; i < device->ns.qpair_count; i++) {
-        const struct kvdev_qpair *qp = q->paths[device->ns.qpair_index[i]].qp;
+    for (uint32_t i = 0; i < device->active_count; i++) {
+        const struct kvdev_qpair *qp = q->paths[device->active[i]].qp;
         if (qp && kvdev_qpair_is_ready(qp))
             return 1;
     }
@@ -513,6 +959,21 @@ int kvdev_queue_create(const struct kvdev_queue_options *options, struct kvdev_q
     for (uint32_t i = options->capacity; i-- > 0;)
         node_give(q, i);
     q->done.head = q->done.tail = NODE_NONE;
+    q->delayed.head = q->delayed.tail = NODE_NONE;
+    q->delayed_due_ns = q->fail_due_ns = UINT64_MAX;
+    q->notice_fd = -1;
+    atomic_init(&q->intruders, 0);
+    q->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    int error = q->wake_fd < 0 ? -errno : -pthread_mutex_init(&q->lock, NULL);
+    if (!error)
+        error = -pthread_cond_init(&q->calm, NULL);
+    if (error) {
+        if (q->wake_fd >= 0)
+            close(q->wake_fd);
+        free(q->nodes);
+        free(q);
+        return error;
+    }
     *ret = q;
     return 0;
 }
@@ -538,21 +999,62 @@ void kvdev_queue_destroy(struct kvdev_queue *q)
         const struct device *device = &q->devices[q->driven[i]];
         device->driver->detach(device->object);
     }
+    close(q->wake_fd);
+    pthread_cond_destroy(&q->calm);
+    pthread_mutex_destroy(&q->lock);
     free(q->nodes);
     free(q);
 }
 
 static int enter(struct kvdev_queue *q)
 {
-    return atomic_flag_test_and_set_explicit(&q->busy, memory_order_acquire) ? -EBUSY : 0;
+    if (atomic_flag_test_and_set_explicit(&q->busy, memory_order_acquire))
+        return -EBUSY;
+    pthread_mutex_lock(&q->lock);
+    return 0;
 }
 
 static void leave(struct kvdev_queue *q)
 {
+    pthread_mutex_unlock(&q->lock);
     atomic_flag_clear_explicit(&q->busy, memory_order_release);
 }
 
+/* Another thread wants to change the tables: makes the data path step aside, asleep or not. */
+static void intrude(struct kvdev_queue *q)
+{
+    uint64_t one = 1;
+    atomic_fetch_add(&q->intruders, 1);
+    ssize_t n = write(q->wake_fd, &one, sizeof one);
+    (void)n;
+    pthread_mutex_lock(&q->lock);
+}
+
+static void retire(struct kvdev_queue *q)
+{
+    atomic_fetch_sub(&q->intruders, 1);
+    pthread_cond_broadcast(&q->calm);
+    pthread_mutex_unlock(&q->lock);
+}
+
+/* Lets intruders in. What they do is short and bounded. */
+static void step_aside(struct kvdev_queue *q)
+{
+    while (atomic_load(&q->intruders))
+        pthread_cond_wait(&q->calm, &q->lock);
+}
+
 /* ---- the tables ---- */
+
+static void path_take(struct kvdev_queue *q, uint32_t index, struct kvdev_qpair *qp, uint32_t controller)
+{
+    struct path *path = &q->paths[index];
+    *path = (struct path){ .queue = q, .qp = qp, .index = index, .controller = (uint16_t)controller };
+    kvdev_qpair_hold(qp);
+    kvdev_qpair_owner_set(qp, on_qpair_done, path);
+    if (index >= q->path_count)
+        q->path_count = index + 1;
+}
 
 int kvdev_queue_qpair_add(struct kvdev_queue *q, struct kvdev_qpair *qp, uint32_t *ret)
 {
@@ -563,11 +1065,7 @@ int kvdev_queue_qpair_add(struct kvdev_queue *q, struct kvdev_qpair *qp, uint32_
         struct path *path = &q->paths[i];
         if (path->qp)
             continue;
-        *path = (struct path){ .queue = q, .qp = qp, .index = i };
-        kvdev_qpair_hold(qp);
-        kvdev_qpair_owner_set(qp, on_qpair_done, path);
-        if (i >= q->path_count)
-            q->path_count = i + 1;
+        path_take(q, i, qp, CONTROLLER_NONE);
         *ret = i;
         error = 0;
         break;
@@ -586,12 +1084,12 @@ int kvdev_queue_qpair_remove(struct kvdev_queue *q, uint32_t qpair_index)
         path_drop(q, qpair_index);
         /* No device may reach whatever gets this handle next. */
         for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++) {
-            struct kvdev_queue_namespace *ns = &q->devices[i].ns;
+            struct device *device = &q->devices[i];
             uint16_t kept = 0;
-            for (uint16_t k = 0; k < ns->qpair_count; k++)
-                if (ns->qpair_index[k] != qpair_index)
-                    ns->qpair_index[kept++] = ns->qpair_index[k];
-            ns->qpair_count = kept;
+            for (uint16_t k = 0; k < device->active_count; k++)
+                if (device->active[k] != qpair_index)
+                    device->active[kept++] = device->active[k];
+            device->active_count = kept;
         }
         error = 0;
     }
@@ -599,11 +1097,14 @@ int kvdev_queue_qpair_remove(struct kvdev_queue *q, uint32_t qpair_index)
     return error;
 }
 
+static int is_geometry_valid(const struct kvdev_queue_namespace *ns)
+{
+    return ns->block_size_bytes >= 512 && !(ns->block_size_bytes & (ns->block_size_bytes - 1)) && ns->block_count;
+}
+
 static int namespace_is_valid(const struct kvdev_queue *q, const struct kvdev_queue_namespace *ns)
 {
-    if (!ns->block_size_bytes || ns->block_size_bytes & (ns->block_size_bytes - 1) || ns->block_size_bytes < 512)
-        return 0;
-    if (!ns->block_count || !ns->qpair_count || ns->qpair_count > KVDEV_QUEUE_DEVICE_QPAIRS_MAX)
+    if (!is_geometry_valid(ns) || !ns->qpair_count || ns->qpair_count > KVDEV_QUEUE_DEVICE_QPAIRS_MAX)
         return 0;
     for (uint32_t i = 0; i < ns->qpair_count; i++)
         if (ns->qpair_index[i] >= q->path_count || !q->paths[ns->qpair_index[i]].qp)
@@ -611,16 +1112,30 @@ static int namespace_is_valid(const struct kvdev_queue *q, const struct kvdev_qu
     return 1;
 }
 
+static void device_init(struct device *device, const struct device_ops *ops)
+{
+    device->ops = ops;
+    device->driver = NULL;
+    device->generation++;
+    memset(&device->recovery, 0, sizeof device->recovery);
+    device->is_recovering = device->is_failed = device->has_lost_writes = 0;
+    /* Queue pairs of one controller share its commands by what is in flight. */
+    device->recovery.policy = KVDEV_PATHS_QUEUE_DEPTH;
+    device->error = 0;
+    device->active_count = 0;
+    device->leg_count = device->turn = device->current = 0;
+    device->no_path_ns = 0;
+    for (uint32_t priority = 0; priority < KVDEV_QUEUE_PRIORITY_COUNT; priority++)
+        device->pending[priority] = (struct list){ NODE_NONE, NODE_NONE };
+}
+
 /* Index of a free entry, with nothing pending; KVDEV_QUEUE_DEVICES_MAX when the table is full. */
 static uint32_t device_take(struct kvdev_queue *q, const struct device_ops *ops)
 {
     for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++) {
-        struct device *device = &q->devices[i];
-        if (device->ops)
+        if (q->devices[i].ops)
             continue;
-        device->ops = ops;
-        for (uint32_t priority = 0; priority < KVDEV_QUEUE_PRIORITY_COUNT; priority++)
-            device->pending[priority] = (struct list){ NODE_NONE, NODE_NONE };
+        device_init(&q->devices[i], ops);
         return i;
     }
     return KVDEV_QUEUE_DEVICES_MAX;
@@ -634,8 +1149,11 @@ int kvdev_queue_namespace_add(struct kvdev_queue *q, const struct kvdev_queue_na
     if (!error) {
         uint32_t index = device_take(q, &namespace_ops);
         if (index < KVDEV_QUEUE_DEVICES_MAX) {
-            q->devices[index].ns = *ns;
-            q->devices[index].driver = NULL;
+            struct device *device = &q->devices[index];
+            device->ns = *ns;
+            for (uint16_t k = 0; k < ns->qpair_count; k++)
+                device->active[k] = (uint16_t)ns->qpair_index[k];
+            device->active_count = ns->qpair_count;
             *ret = index;
         } else {
             error = -ENOSPC;
@@ -718,8 +1236,9 @@ int kvdev_queue_device_remove(struct kvdev_queue *q, uint32_t device_index)
     device_cancel_pending(q, &q->devices[device_index], -ECANCELED);
     if (q->devices[device_index].driver)
         driver_drop(q, device_index);
+    delayed_cancel(q, device_index, -ECANCELED);
     q->devices[device_index].ops = NULL;
-    q->devices[device_index].ns.qpair_count = 0;
+    q->devices[device_index].active_count = 0;
     leave(q);
     return 0;
 }
@@ -731,22 +1250,273 @@ int kvdev_queue_device_is_alive(const struct kvdev_queue *q, uint32_t device_ind
     return q->devices[device_index].ops->is_alive(q, &q->devices[device_index]);
 }
 
+/* Tells the supervisor, once per association, that a queue pair of it is dead. */
+static void controller_check(struct kvdev_queue *q, const struct path *path)
+{
+    if (path->controller == CONTROLLER_NONE || kvdev_qpair_is_ready(path->qp))
+        return;
+    struct controller *controller = &q->controllers[path->controller];
+    if (!controller->is_up || controller->has_fallen)
+        return;
+    controller->has_fallen = 1;
+    for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++)
+        if (q->devices[i].ops && leg_of(&q->devices[i], path->controller))
+            device_rebuild(q, &q->devices[i]);
+    notice(q);
+}
+
 int kvdev_queue_abandon(struct kvdev_queue *q)
 {
     if (enter(q))
         return -EBUSY;
+    q->is_abandoning = 1;
     for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++)
         if (q->devices[i].ops)
             device_cancel_pending(q, &q->devices[i], -ECANCELED);
+    delayed_cancel(q, KVDEV_QUEUE_DEVICES_MAX, -ECANCELED);
     for (uint32_t i = 0; i < q->path_count; i++)
-        if (q->paths[i].qp && kvdev_qpair_outstanding(q->paths[i].qp))
+        if (q->paths[i].qp && kvdev_qpair_outstanding(q->paths[i].qp)) {
             kvdev_qpair_kill(q->paths[i].qp, KVDEV_FAULT_LOCAL, -ENOTCONN, "given up");
+            controller_check(q, &q->paths[i]);
+        }
     for (uint32_t i = 0; i < q->driven_count; i++) {
         const struct device *device = &q->devices[q->driven[i]];
         if (device->driver->outstanding(device->object))
             device->driver->give_up(device->object, -ENOTCONN);
     }
+    q->is_abandoning = 0;
     leave(q);
+    return 0;
+}
+
+/* ---- recovery: the tables, changed by the thread that makes associations ---- */
+
+static struct controller *controller_at(struct kvdev_queue *q, uint32_t index)
+{
+    return index < KVDEV_QUEUE_CONTROLLERS_MAX && q->controllers[index].in_use ? &q->controllers[index] : NULL;
+}
+
+static void devices_rebuild(struct kvdev_queue *q, uint32_t controller)
+{
+    for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++)
+        if (q->devices[i].ops && leg_of(&q->devices[i], controller))
+            device_rebuild(q, &q->devices[i]);
+}
+
+int kvdev_queue_controller_add(struct kvdev_queue *q, uint32_t *ret)
+{
+    int error = -ENOSPC;
+    intrude(q);
+    for (uint32_t i = 0; i < KVDEV_QUEUE_CONTROLLERS_MAX && error; i++) {
+        if (q->controllers[i].in_use)
+            continue;
+        q->controllers[i] = (struct controller){ .in_use = 1 };
+        *ret = i;
+        error = 0;
+    }
+    retire(q);
+    return error;
+}
+
+static int qpairs_add(struct kvdev_queue *q, uint32_t controller, struct kvdev_qpair *const *qpairs, uint32_t count,
+                      uint32_t *indexes)
+{
+    uint32_t taken = 0;
+    for (uint32_t i = 0; i < KVDEV_QUEUE_QPAIRS_MAX && taken < count; i++)
+        if (!q->paths[i].qp)
+            indexes[taken++] = i;
+    if (taken < count)
+        return -ENOSPC;
+    for (uint32_t i = 0; i < count; i++)
+        path_take(q, indexes[i], qpairs[i], controller);
+    return 0;
+}
+
+int kvdev_queue_controller_up(struct kvdev_queue *q, uint32_t controller_index,
+                              const struct kvdev_queue_association *association, struct kvdev_qpair *const *qpairs,
+                              uint32_t *indexes)
+{
+    intrude(q);
+    struct controller *controller = controller_at(q, controller_index);
+    int error = !controller || controller->is_up || !association->qpair_count ? -EINVAL : 0;
+    if (!error)
+        error = qpairs_add(q, controller_index, qpairs, association->qpair_count, indexes);
+    if (!error) {
+        controller->is_up = 1;
+        controller->has_fallen = controller->has_ana_error = 0;
+        controller->has_ana = association->has_ana;
+        controller->made_ns = association->made_ns;
+        memcpy(controller->retry_delay_ns, association->retry_delay_ns, sizeof controller->retry_delay_ns);
+        devices_rebuild(q, controller_index);
+    }
+    retire(q);
+    return error;
+}
+
+static void controller_take_down(struct kvdev_queue *q, uint32_t index, uint64_t fence_ns)
+{
+    struct controller *controller = &q->controllers[index];
+    if (fence_ns != UINT64_MAX || controller->is_up)
+        controller->fence_ns = fence_ns;
+    controller->is_up = controller->has_fallen = 0;
+    for (uint32_t i = 0; i < q->path_count; i++) {
+        if (!q->paths[i].qp || q->paths[i].controller != index)
+            continue;
+        kvdev_qpair_close(q->paths[i].qp);
+        path_drop(q, i);
+    }
+    for (uint32_t i = q->delayed.head; i != NODE_NONE; i = q->nodes[i].next) {
+        struct node *node = &q->nodes[i];
+        if (node->due_ns != UINT64_MAX || node->controller != index)
+            continue;
+        node->due_ns = controller->fence_ns;
+        if (node->due_ns < q->delayed_due_ns)
+            q->delayed_due_ns = node->due_ns;
+    }
+    for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++) {
+        struct device *device = &q->devices[i];
+        struct leg *leg = device->ops ? leg_of(device, index) : NULL;
+        if (!leg)
+            continue;
+        if (leg->dirty_ns)
+            dirty_hand_over(q, device, leg);
+        /* The next association has to show first that the namespace is the same. */
+        leg->state = KVDEV_PATH_UNUSABLE;
+        device_rebuild(q, device);
+    }
+}
+
+int kvdev_queue_controller_down(struct kvdev_queue *q, uint32_t controller_index, uint64_t fence_ns)
+{
+    intrude(q);
+    int error = controller_at(q, controller_index) ? 0 : -EINVAL;
+    if (!error)
+        controller_take_down(q, controller_index, fence_ns);
+    retire(q);
+    return error;
+}
+
+int kvdev_queue_controller_remove(struct kvdev_queue *q, uint32_t controller_index)
+{
+    intrude(q);
+    int error = controller_at(q, controller_index) ? 0 : -EINVAL;
+    if (!error) {
+        controller_take_down(q, controller_index, UINT64_MAX);
+        for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++) {
+            struct device *device = &q->devices[i];
+            struct leg *leg = device->ops ? leg_of(device, controller_index) : NULL;
+            if (!leg)
+                continue;
+            *leg = device->legs[--device->leg_count];
+            device_rebuild(q, device);
+        }
+        q->controllers[controller_index].in_use = 0;
+        /* Held writes whose fence will never be known end when their device fails or is removed. */
+    }
+    retire(q);
+    return error;
+}
+
+int kvdev_queue_controller_read(struct kvdev_queue *q, uint32_t controller_index,
+                                struct kvdev_queue_controller_info *ret)
+{
+    memset(ret, 0, sizeof *ret);
+    intrude(q);
+    const struct controller *controller = controller_at(q, controller_index);
+    if (controller) {
+        ret->fence_ns = controller->fence_ns;
+        ret->is_up = controller->is_up;
+        ret->has_fallen = controller->has_fallen;
+        ret->has_ana_error = controller->has_ana_error;
+        for (uint32_t i = q->delayed.head; i != NODE_NONE; i = q->nodes[i].next)
+            ret->held_count += q->nodes[i].is_uncertain && q->nodes[i].controller == controller_index;
+    }
+    retire(q);
+    return controller ? 0 : -EINVAL;
+}
+
+int kvdev_queue_multipath_add(struct kvdev_queue *q, const struct kvdev_queue_namespace *ns,
+                              const struct kvdev_queue_recovery *recovery, uint32_t *ret)
+{
+    int is_valid = !ns->qpair_count && is_geometry_valid(ns) && recovery->policy <= KVDEV_PATHS_QUEUE_DEPTH &&
+                   recovery->retry_count <= 255;
+    if (!is_valid)
+        return -EINVAL;
+    intrude(q);
+    uint32_t index = device_take(q, &namespace_ops);
+    if (index < KVDEV_QUEUE_DEVICES_MAX) {
+        struct device *device = &q->devices[index];
+        device->ns = *ns;
+        device->recovery = *recovery;
+        device->is_recovering = 1;
+        device_rebuild(q, device);
+        *ret = index;
+    }
+    retire(q);
+    return index < KVDEV_QUEUE_DEVICES_MAX ? 0 : -ENOSPC;
+}
+
+static struct device *multipath_at(struct kvdev_queue *q, uint32_t index)
+{
+    int is_there = index < KVDEV_QUEUE_DEVICES_MAX && q->devices[index].ops && q->devices[index].is_recovering;
+    return is_there ? &q->devices[index] : NULL;
+}
+
+int kvdev_queue_path_set(struct kvdev_queue *q, uint32_t device_index, uint32_t controller_index, uint32_t state)
+{
+    intrude(q);
+    struct device *device = multipath_at(q, device_index);
+    struct controller *controller = controller_at(q, controller_index);
+    int error = device && controller && state <= KVDEV_PATH_UNUSABLE ? 0 : -EINVAL;
+    struct leg *leg = error ? NULL : leg_of(device, controller_index);
+    if (!error && !leg) {
+        if (device->leg_count == KVDEV_QUEUE_DEVICE_PATHS_MAX) {
+            error = -ENOSPC;
+        } else {
+            leg = &device->legs[device->leg_count++];
+            *leg = (struct leg){ .controller = (uint16_t)controller_index };
+        }
+    }
+    if (leg) {
+        leg->state = (uint8_t)state;
+        leg->is_suspect = 0;
+        controller->has_ana_error = 0;
+        device_rebuild(q, device);
+    }
+    retire(q);
+    return error;
+}
+
+int kvdev_queue_device_resize(struct kvdev_queue *q, uint32_t device_index, uint64_t block_count)
+{
+    intrude(q);
+    struct device *device = multipath_at(q, device_index);
+    if (device && block_count)
+        device->ns.block_count = block_count;
+    retire(q);
+    return device && block_count ? 0 : -EINVAL;
+}
+
+int kvdev_queue_device_fail(struct kvdev_queue *q, uint32_t device_index, int error)
+{
+    intrude(q);
+    struct device *device = multipath_at(q, device_index);
+    if (device) {
+        device->error = error;
+        if (error) {
+            device_cancel_pending(q, device, error);
+            delayed_cancel(q, device_index, error);
+        }
+    }
+    retire(q);
+    return device ? 0 : -EINVAL;
+}
+
+int kvdev_queue_notice_set(struct kvdev_queue *q, int fd)
+{
+    intrude(q);
+    q->notice_fd = fd;
+    retire(q);
     return 0;
 }
 
@@ -782,6 +1552,8 @@ static int submit(struct kvdev_queue *q, const struct kvdev_io *ios, size_t n)
         node->submit_ns = now;
         node->deadline_ns = 0;
         node->passthrough = 0;
+        node->is_uncertain = node->losses = node->retries = 0;
+        node->generation = q->devices[node->io.device_index].generation;
         if (node->io.group_addr) {
             struct kvdev_io_group *group = (struct kvdev_io_group *)(uintptr_t)node->io.group_addr;
             if (!group->submit_ns)
@@ -857,11 +1629,30 @@ static int turn_driven(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadl
     return has_moved;
 }
 
+/* Devices without a usable controller for too long: what waits for one fails, and what comes fails at once. */
+static void devices_expire(struct kvdev_queue *q, uint64_t now)
+{
+    for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++) {
+        struct device *device = &q->devices[i];
+        if (!device->ops || !device->is_recovering || !device->no_path_ns || device->is_failed ||
+            now < add_ns(device->no_path_ns, device->recovery.fail_after_ns))
+            continue;
+        device->is_failed = 1;
+        device_cancel_pending(q, device, -ENOTCONN);
+        delayed_cancel(q, i, -ENOTCONN);
+    }
+    fail_due_update(q);
+}
+
 /* One turn over queue pairs and devices; 1 if anything moved. */
 static int turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
 {
     int has_moved = 0;
     *next_deadline_ns = UINT64_MAX;
+    if (now >= q->fail_due_ns)
+        devices_expire(q, now);
+    if (now >= q->delayed_due_ns)
+        delayed_release(q, now);
     for (uint32_t i = 0; i < q->path_count; i++)
         if (q->paths[i].qp)
             kvdev_qpair_association_check(q->paths[i].qp);
@@ -882,15 +1673,21 @@ static int turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
         uint64_t deadline = kvdev_qpair_deadlines(qp, now);
         if (deadline < *next_deadline_ns)
             *next_deadline_ns = deadline;
+        if (!kvdev_qpair_is_ready(qp))
+            controller_check(q, &q->paths[i]);
     }
+    uint64_t due = q->delayed_due_ns < q->fail_due_ns ? q->delayed_due_ns : q->fail_due_ns;
+    if (due < *next_deadline_ns)
+        *next_deadline_ns = due;
     return has_moved | turn_driven(q, now, next_deadline_ns);
 }
 
 /* Sleeps until a socket or a device has something, or until_ns. 1 when a signal came. */
 static int sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
 {
-    struct pollfd fds[KVDEV_QUEUE_QPAIRS_MAX + KVDEV_QUEUE_DEVICES_MAX * KVDEV_QUEUE_DRIVER_FDS_MAX];
+    struct pollfd fds[KVDEV_QUEUE_QPAIRS_MAX + KVDEV_QUEUE_DEVICES_MAX * KVDEV_QUEUE_DRIVER_FDS_MAX + 1];
     nfds_t n = 0;
+    fds[n++] = (struct pollfd){ .fd = q->wake_fd, .events = POLLIN };
     for (uint32_t i = 0; i < q->path_count; i++) {
         if (!q->paths[i].qp)
             continue;
@@ -912,7 +1709,14 @@ static int sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
     uint64_t left = until_ns > now ? until_ns - now : 0;
     struct timespec ts = { .tv_sec = (time_t)(left / NS_PER_S), .tv_nsec = (long)(left % NS_PER_S) };
     q->stats.sleeps++;
-    return ppoll(fds, n, &ts, NULL) < 0 && errno == EINTR;
+    int count = ppoll(fds, n, &ts, NULL);
+    if (count > 0 && fds[0].revents) {
+        /* Also what an intruder wrote while nobody was here: left there, it would end every sleep. */
+        uint64_t wakes;
+        ssize_t got = read(q->wake_fd, &wakes, sizeof wakes);
+        (void)got;
+    }
+    return count < 0 && errno == EINTR;
 }
 
 static uint64_t in_flight_bytes(const struct kvdev_queue *q)
@@ -955,6 +1759,8 @@ static void work(struct kvdev_queue *q, size_t want, const int *is_done, uint64_
     uint32_t pauses = PAUSES_MIN;
     for (;;) {
         uint64_t next = UINT64_MAX;
+        if (atomic_load_explicit(&q->intruders, memory_order_relaxed))
+            step_aside(q);
         int has_moved = turn(q, now, &next);
         if (is_done ? *is_done : q->stats.done_count >= want)
             return;
@@ -1020,6 +1826,8 @@ static int passthrough_add(struct kvdev_queue *q, uint32_t device_index, uint64_
         node->submit_ns = now_ns();
         node->deadline_ns = deadline_ns;
         node->passthrough = (uint8_t)(i + 1);
+        node->is_uncertain = node->losses = node->retries = 0;
+        node->generation = q->devices[device_index].generation;
         list_push_front(q, &q->devices[device_index].pending[0], index);
         device_activate(q, device_index, 0);
         q->stats.submitted++;

@@ -17,6 +17,19 @@
 #define KVDEV_QUEUE_DEVICES_MAX 256
 #define KVDEV_QUEUE_DEVICE_QPAIRS_MAX 16
 #define KVDEV_QUEUE_PASSTHROUGH_MAX 16
+#define KVDEV_QUEUE_CONTROLLERS_MAX 256
+#define KVDEV_QUEUE_DEVICE_PATHS_MAX 16   /* controllers that one namespace is reached through */
+#define KVDEV_QUEUE_DEVICE_ACTIVE_MAX 64  /* queue pairs in use for one namespace at a time */
+
+/* How a namespace with several usable controllers spreads its commands. */
+#define KVDEV_PATHS_ACTIVE_PASSIVE 0 /* one controller until it fails or a better one (ANA) is there */
+#define KVDEV_PATHS_ROUND_ROBIN 1    /* queue pair after queue pair */
+#define KVDEV_PATHS_QUEUE_DEPTH 2    /* where the fewest bytes are in flight */
+
+/* State of one controller for one namespace. */
+#define KVDEV_PATH_OPTIMIZED 0
+#define KVDEV_PATH_NON_OPTIMIZED 1
+#define KVDEV_PATH_UNUSABLE 2        /* ANA says so, or the namespace is not (the same) there */
 
 /* Why submit refused a command (kvdev_queue_refusal_read). */
 #define KVDEV_REFUSED_NONE 0
@@ -45,9 +58,38 @@ struct kvdev_queue_namespace {
     uint32_t block_size_bytes;
     uint64_t block_count;
     uint32_t max_transfer_bytes;   /* from MDTS; 0 means no limit */
-    uint16_t qpair_count;
+    uint16_t qpair_count;          /* 0 for a namespace with controllers (kvdev_queue_path_set) */
     uint16_t reserved;
     uint32_t qpair_index[16];      /* handles of kvdev_queue_qpair_add, all of this namespace's controller */
+};
+
+/* What becomes of the commands of a namespace whose connections are lost. */
+struct kvdev_queue_recovery {
+    uint64_t fail_after_ns;        /* without a usable controller for so long, commands fail; UINT64_MAX never */
+    uint32_t retry_count;          /* per command, after an error status or its own time limit, at most 255 */
+    uint8_t policy;                /* KVDEV_PATHS_* */
+    uint8_t is_uncertain_reported; /* lost writes complete with -KVDEV_EUNCERTAIN at once, instead of waiting for
+                                      the fence and being sent again */
+    uint8_t has_volatile_cache;    /* a flush vouches only for writes whose controller is known to have lived on */
+    uint8_t is_cache_shared;       /* a controller that lived on vouches for the writes of one that did not */
+};
+
+/* A new association of a controller: connected queue pairs, nothing of it in the queue yet. */
+struct kvdev_queue_association {
+    uint64_t made_ns;
+    uint64_t retry_delay_ns[3];    /* CRDT1 to CRDT3; 0 where there is none */
+    uint32_t qpair_count;
+    uint8_t has_ana;               /* its ANA errors mean that the log has changed */
+    uint8_t reserved[3];
+};
+
+struct kvdev_queue_controller_info {
+    uint64_t fence_ns;             /* the latest that was given; writes lost before it have no effect after it */
+    uint32_t held_count;           /* lost writes that wait for the fence */
+    uint8_t is_up;
+    uint8_t has_fallen;            /* a queue pair of it died, kvdev_queue_controller_down is due */
+    uint8_t has_ana_error;         /* since the last kvdev_queue_path_set: read the ANA log */
+    uint8_t reserved;
 };
 
 struct kvdev_queue_stats {
@@ -60,6 +102,9 @@ struct kvdev_queue_stats {
     uint32_t in_flight_count;
     uint32_t done_count;           /* completed, not yet handed back */
     uint32_t capacity;
+    uint64_t requeued;             /* commands sent again after a loss, a path error or a transient status */
+    uint64_t held;                 /* writes that had to wait for a fence */
+    uint64_t uncertain;            /* completed with -KVDEV_EUNCERTAIN */
 };
 
 struct kvdev_queue;
@@ -76,6 +121,36 @@ int kvdev_queue_qpair_remove(struct kvdev_queue *queue, uint32_t qpair_index);
 int kvdev_queue_namespace_add(struct kvdev_queue *queue, const struct kvdev_queue_namespace *ns, uint32_t *ret);
 /* What is pending for it completes with -ECANCELED; what is in flight goes on. */
 int kvdev_queue_device_remove(struct kvdev_queue *queue, uint32_t device_index);
+
+/* ---- recovery: from any thread, also while another one polls, which is woken and goes on with what it finds ---- */
+
+/* A place for the associations that follow each other with one controller address. */
+int kvdev_queue_controller_add(struct kvdev_queue *queue, uint32_t *ret);
+/* Takes it down as well, and out of every namespace. */
+int kvdev_queue_controller_remove(struct kvdev_queue *queue, uint32_t controller_index);
+/* Adds the queue pairs of a new association (indexes: room for as many) and uses them. */
+int kvdev_queue_controller_up(struct kvdev_queue *queue, uint32_t controller_index,
+                              const struct kvdev_queue_association *association, struct kvdev_qpair *const *qpairs,
+                              uint32_t *indexes);
+/* Closes and removes its queue pairs. Reads on them are sent again on other paths as soon as there are some; writes
+ * that were sent wait until fence_ns (UINT64_MAX: not known yet, call again), when the controller can no longer
+ * execute them (Base 9.6.2). */
+int kvdev_queue_controller_down(struct kvdev_queue *queue, uint32_t controller_index, uint64_t fence_ns);
+int kvdev_queue_controller_read(struct kvdev_queue *queue, uint32_t controller_index,
+                                struct kvdev_queue_controller_info *ret);
+/* Makes a namespace with controllers; it has none yet, and its commands wait. ns->qpair_count is 0. */
+int kvdev_queue_multipath_add(struct kvdev_queue *queue, const struct kvdev_queue_namespace *ns,
+                              const struct kvdev_queue_recovery *recovery, uint32_t *ret);
+/* Adds the controller to the namespace, or changes its state there; it counts while the controller is up, and
+ * starts as unusable with every association. */
+int kvdev_queue_path_set(struct kvdev_queue *queue, uint32_t device_index, uint32_t controller_index, uint32_t state);
+/* A namespace that has grown or shrunk; commands beyond its end are refused from now on. */
+int kvdev_queue_device_resize(struct kvdev_queue *queue, uint32_t device_index, uint64_t block_count);
+/* While error is not 0, commands of the device complete with it (-ENODEV: it is gone or another one). */
+int kvdev_queue_device_fail(struct kvdev_queue *queue, uint32_t device_index, int error);
+/* An eventfd of the caller that is written when a controller falls or meets an ANA error; -1 for none. */
+int kvdev_queue_notice_set(struct kvdev_queue *queue, int fd);
+
 /* 1 while at least one queue pair of the device is ready. */
 int kvdev_queue_device_is_alive(const struct kvdev_queue *queue, uint32_t device_index);
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,9 @@ class AdminInfo:
     lost_ns: int
     events_dropped: int
     aer_outstanding: int
+    events_pending: int
+    keep_alive_sent_ns: int
+    """When the controller's timer may have been started anew for the last time."""
 
 
 class AdminThread:
@@ -80,6 +84,11 @@ class AdminThread:
         self._handles[adopted.handle] = adopted
         return adopted
 
+    def set_notice(self, fd: int) -> None:
+        """An eventfd to write when a connection is lost or an event has come; −1 for none."""
+        if self.raw is not None:
+            lib.kvdev_admin_notice_set(self.raw, fd)
+
     def forget(self, handle: int) -> None:
         self._handles.pop(handle, None)
 
@@ -101,6 +110,7 @@ class AdminQpair:
         self.qpair = qpair
         self.handle = handle
         self._is_released = False
+        self._release_lock = threading.Lock()
 
     def _raw(self, operation: str) -> Any:
         if self._is_released or self._thread.raw is None:
@@ -146,6 +156,10 @@ class AdminQpair:
     def set_keep_alive_ms(self, keep_alive_ms: int) -> None:
         """Use another KATO: the effective value read back, or 0 before shutdown."""
         lib.kvdev_admin_keep_alive_set(self._raw("set_keep_alive_ms"), self.handle, keep_alive_ms)
+
+    def set_traffic_based(self, *, is_traffic_based: bool) -> None:
+        """Whether any command counts as a sign of life (CTRATT.TBKAS), so that Keep Alive is sent when idle."""
+        lib.kvdev_admin_traffic_based_set(self._raw("set_traffic_based"), self.handle, is_traffic_based)
 
     def arm_events(self, count: int) -> None:
         """Keep ``count`` Asynchronous Event Requests outstanding (at most AERL + 1 and 8)."""
@@ -194,6 +208,8 @@ class AdminQpair:
             lost_ns=int(raw.lost_ns),
             events_dropped=int(raw.events_dropped),
             aer_outstanding=int(raw.aer_outstanding),
+            events_pending=int(raw.events_pending),
+            keep_alive_sent_ns=int(raw.keep_alive_sent_ns),
         )
 
     @property
@@ -213,12 +229,13 @@ class AdminQpair:
 
     def release(self) -> HostQpair:
         """Take the queue pair back: keep alive ends, threads waiting on it get ConnectionLostError."""
-        if not self._is_released:
-            if self._thread.raw is not None:
-                lib.kvdev_admin_release(self._thread.raw, self.handle)
-            self._thread.forget(self.handle)
-            self._is_released = True
-            self.qpair.owner = None
+        with self._release_lock:
+            if not self._is_released:
+                if self._thread.raw is not None:
+                    lib.kvdev_admin_release(self._thread.raw, self.handle)
+                self._thread.forget(self.handle)
+                self._is_released = True
+                self.qpair.owner = None
         return self.qpair
 
     def close(self) -> None:

@@ -85,6 +85,11 @@ IO_MAY_COPY = 0x04
 GROUP_CRC32C = 0x01
 
 
+EUNCERTAIN = 1001
+"""KVDEV_EUNCERTAIN of csrc/io.h, no errno of the kernel: a write whose fate nobody knows, or a flush that cannot
+vouch for writes completed before."""
+
+
 def address_of(array: npt.NDArray[Any]) -> int:
     """Virtual address of an array's first byte; the caller keeps the array alive while it is used."""
     return int(array.ctypes.data)

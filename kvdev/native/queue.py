@@ -9,6 +9,7 @@ longer than their deadline, without the interpreter lock.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import os
 import threading
@@ -32,10 +33,11 @@ from kvdev.errors import (
     QueueFullError,
     SequenceError,
     TransportError,
+    UncertainWriteError,
     UnsupportedError,
     UsageError,
 )
-from kvdev.native.io import IO_DONE_DTYPE, IO_DTYPE, IoArray, IoDoneArray, address_of
+from kvdev.native.io import EUNCERTAIN, IO_DONE_DTYPE, IO_DTYPE, IoArray, IoDoneArray, address_of
 
 POLL_COUNT_MAX = 4096
 """Completions one poll returns unless the caller says otherwise: bounds the array it allocates."""
@@ -75,6 +77,7 @@ _FAULT_NAMES = {
     _FAULT_ASSOCIATION: "association lost",
 }
 _FES_SEQUENCE = 2
+_NEVER_NS = 0xFFFF_FFFF_FFFF_FFFF
 _STATE_NAMES = {0: "idle", 1: "ready", 2: "dead"}
 _REFUSALS = {
     1: ("device_index", "a device of this queue"),
@@ -271,6 +274,12 @@ def execute_error(
             elapsed_ms=elapsed_ms,
             trid=where,
         )
+    if number == EUNCERTAIN:
+        return UncertainWriteError(
+            f"{where}: {operation}: fate unknown: it was sent and the connection lost",
+            errno=number,
+            trid=where,
+        )
     if number in (errno.ENOTCONN, errno.ECANCELED):
         return ConnectionLostError(f"{where}: {operation}: connection lost", errno=number, trid=where)
     if number == errno.EBUSY:
@@ -368,6 +377,7 @@ class HostQpair:
         if code:
             raise MemoryError(f"qpair {qid}: {os.strerror(-code)}")
         self.raw: Any = ffi.gc(out[0], lib.kvdev_qpair_destroy)
+        self._life_lock = threading.Lock()
         self.qid = qid
         self.queue_size = queue_size
         self.trid = trid
@@ -480,6 +490,12 @@ class HostQpair:
             raise UsageError(f"in_capsule_size_bytes: expected 0 to 1 MiB, got {size_bytes}")
         lib.kvdev_qpair_in_capsule_set(self.raw, size_bytes)
 
+    def cancel(self) -> None:
+        """End a ``connect`` or ``execute`` that another thread is inside, and any later one, very soon."""
+        with self._life_lock:
+            if self.raw is not None:
+                lib.kvdev_qpair_cancel(self.raw)
+
     def close(self) -> None:
         """Close the connection and free the queue pair; closing twice does nothing.
 
@@ -488,7 +504,8 @@ class HostQpair:
         if self.raw is None:
             return
         self._check_mine("close")
-        raw, self.raw = self.raw, None
+        with self._life_lock:
+            raw, self.raw = self.raw, None
         ffi.release(raw)
 
 
@@ -530,14 +547,64 @@ class QueueStats:
     in_flight_count: int
     done_count: int
     capacity_count: int
+    requeued: int
+    """Commands sent again after a loss, a path error or a transient status."""
+    held: int
+    """Lost writes that had to wait for the fence of their controller."""
+    uncertain: int
+    """Commands that ended with EUNCERTAIN."""
+
+
+class PathPolicy(enum.Enum):
+    """How a namespace with several usable controllers spreads its commands."""
+
+    ACTIVE_PASSIVE = "active_passive"
+    """One controller until it fails, or another one is better by its ANA state."""
+    ROUND_ROBIN = "round_robin"
+    QUEUE_DEPTH = "queue_depth"
+    """Where the fewest bytes are in flight."""
+
+
+class PathState(enum.IntEnum):
+    """What one controller is to one namespace."""
+
+    OPTIMIZED = 0
+    NON_OPTIMIZED = 1
+    UNUSABLE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What becomes of a namespace's commands whose connection is lost; see ``struct kvdev_queue_recovery``."""
+
+    fail_after_s: float | None = None
+    """Without a usable controller for so long, commands fail; None never."""
+    retry_count: int = 5
+    policy: PathPolicy = PathPolicy.ACTIVE_PASSIVE
+    is_uncertain_reported: bool = False
+    has_volatile_cache: bool = False
+    is_cache_shared: bool = True
+
+
+@dataclass(frozen=True)
+class QueueControllerInfo:
+    """One controller address as the queue sees it."""
+
+    is_up: bool
+    has_fallen: bool
+    """A queue pair of it died."""
+    has_ana_error: bool
+    held_count: int
+    fence_ns: int
 
 
 class HostQueue:
     """A caller-driven queue over NVMe/TCP queue pairs (``kvdev.block.IoQueue``).
 
     Every command accepted completes exactly once. An error of a completion: −EIO with an NVMe status,
-    −ENOTCONN connection lost, −ETIMEDOUT its own time limit, −ECANCELED given up; ``send_ns`` 0 means
-    that it never left this host, so that a write did not happen.
+    −ENOTCONN connection lost without effect, −EUNCERTAIN a write of unknown fate, −ETIMEDOUT its own time
+    limit, −ECANCELED given up, −ENODEV the namespace is gone; ``send_ns`` 0 means that it never left this
+    host, so that a write did not happen.
     """
 
     def __init__(
@@ -584,6 +651,7 @@ class HostQueue:
         self._capacity_count = capacity_count
         self._qpairs: dict[int, HostQpair] = {}
         self._attendants: dict[int, Callable[[], None]] = {}
+        self._qpairs_of: dict[int, list[int]] = {}
         # Payload and SQE of passthrough commands: ours to keep alive until they complete.
         self._count_out = ffi.new("size_t *")
 
@@ -677,6 +745,147 @@ class HostQueue:
         if self._raw is not None and self._attendants and lib.kvdev_queue_attention(self._raw):
             for attendant in list(self._attendants.values()):
                 attendant()
+
+    # ---- recovery: these may be called by any thread, also while another one polls ----
+
+    def set_notice(self, fd: int) -> None:
+        """An eventfd to write when a controller falls or meets an ANA error; −1 for none."""
+        if self._raw is not None:
+            lib.kvdev_queue_notice_set(self._raw, fd)
+
+    def add_controller(self) -> int:
+        """A place for the associations that follow each other with one controller address."""
+        out = ffi.new("uint32_t *")
+        self._check(
+            lib.kvdev_queue_controller_add(self._check_usable("add_controller"), out), "add_controller"
+        )
+        return int(out[0])
+
+    def remove_controller(self, controller_index: int) -> None:
+        """Take it down, and out of every namespace."""
+        raw = self._check_usable("remove_controller")
+        self._check(lib.kvdev_queue_controller_remove(raw, controller_index), "remove_controller")
+        self._give_back(controller_index)
+
+    def raise_controller(
+        self,
+        controller_index: int,
+        qpairs: Sequence[HostQpair],
+        *,
+        made_ns: int,
+        has_ana: bool = False,
+        retry_delays_ns: Sequence[int] = (0, 0, 0),
+    ) -> list[int]:
+        """Drive the connected queue pairs of a new association; returns their indexes.
+
+        ``made_ns`` is when it was made, ``retry_delays_ns`` CRDT1 to CRDT3. A namespace uses them once
+        ``set_path`` says that it is there.
+        """
+        raw = self._check_usable("raise_controller")
+        for qpair in qpairs:
+            qpair._check_mine("raise_controller")
+        association = ffi.new(
+            "struct kvdev_queue_association *",
+            {
+                "made_ns": made_ns,
+                "retry_delay_ns": list(retry_delays_ns),
+                "qpair_count": len(qpairs),
+                "has_ana": has_ana,
+            },
+        )
+        pointers = ffi.new("struct kvdev_qpair *[]", [qpair.raw for qpair in qpairs])
+        indexes = ffi.new("uint32_t[]", len(qpairs))
+        code = lib.kvdev_queue_controller_up(raw, controller_index, association, pointers, indexes)
+        self._check(code, "raise_controller")
+        self._qpairs_of[controller_index] = [int(index) for index in indexes]
+        for index, qpair in zip(self._qpairs_of[controller_index], qpairs, strict=True):
+            qpair.owner = self
+            self._qpairs[index] = qpair
+        return self._qpairs_of[controller_index]
+
+    def drop_controller(self, controller_index: int, *, fence_ns: int | None) -> None:
+        """Close its queue pairs, and give them back to their owner.
+
+        What they carried goes on over other controllers, or waits; writes wait until ``fence_ns``, when
+        nothing sent to the old association can take effect any more. None: not known yet, call again.
+        """
+        raw = self._check_usable("drop_controller")
+        fence = _NEVER_NS if fence_ns is None else fence_ns
+        self._check(lib.kvdev_queue_controller_down(raw, controller_index, fence), "drop_controller")
+        self._give_back(controller_index)
+
+    def _give_back(self, controller_index: int) -> None:
+        for index in self._qpairs_of.pop(controller_index, ()):
+            qpair = self._qpairs.pop(index, None)
+            if qpair is not None:
+                qpair.owner = None
+
+    def controller_info(self, controller_index: int) -> QueueControllerInfo:
+        raw = ffi.new("struct kvdev_queue_controller_info *")
+        code = lib.kvdev_queue_controller_read(self._check_usable("controller_info"), controller_index, raw)
+        self._check(code, "controller_info")
+        return QueueControllerInfo(
+            is_up=bool(raw.is_up),
+            has_fallen=bool(raw.has_fallen),
+            has_ana_error=bool(raw.has_ana_error),
+            held_count=int(raw.held_count),
+            fence_ns=int(raw.fence_ns),
+        )
+
+    def add_multipath(
+        self,
+        *,
+        nsid: int,
+        block_size_bytes: int,
+        block_count: int,
+        max_transfer_bytes: int = 0,
+        recovery: Recovery,
+    ) -> int:
+        """Make a namespace that is reached through controllers; its commands wait until it has one."""
+        if not 0 <= recovery.retry_count <= 255:
+            raise UsageError(f"retry_count: expected 0 to 255, got {recovery.retry_count}")
+        raw = self._check_usable("add_multipath")
+        namespace = ffi.new(
+            "struct kvdev_queue_namespace *",
+            {
+                "nsid": nsid,
+                "block_size_bytes": block_size_bytes,
+                "block_count": block_count,
+                "max_transfer_bytes": max_transfer_bytes,
+            },
+        )
+        wait_s = recovery.fail_after_s
+        rules = ffi.new(
+            "struct kvdev_queue_recovery *",
+            {
+                "fail_after_ns": _NEVER_NS if wait_s is None else int(wait_s * 1e9),
+                "retry_count": recovery.retry_count,
+                "policy": list(PathPolicy).index(recovery.policy),
+                "is_uncertain_reported": recovery.is_uncertain_reported,
+                "has_volatile_cache": recovery.has_volatile_cache,
+                "is_cache_shared": recovery.is_cache_shared,
+            },
+        )
+        out = ffi.new("uint32_t *")
+        self._check(lib.kvdev_queue_multipath_add(raw, namespace, rules, out), "add_multipath")
+        return int(out[0])
+
+    def set_path(self, device_index: int, controller_index: int, state: PathState) -> None:
+        """Say what a controller is to a namespace; it counts until the controller's association ends."""
+        raw = self._check_usable("set_path")
+        self._check(lib.kvdev_queue_path_set(raw, device_index, controller_index, int(state)), "set_path")
+
+    def resize_device(self, device_index: int, block_count: int) -> None:
+        """The namespace has grown or shrunk; what lies beyond its end is refused from now on."""
+        raw = self._check_usable("resize_device")
+        self._check(lib.kvdev_queue_device_resize(raw, device_index, block_count), "resize_device")
+
+    def fail_device(self, device_index: int, number: int) -> None:
+        """Complete every command of the device with −``number`` (ENODEV); 0 ends that."""
+        raw = self._check_usable("fail_device")
+        self._check(lib.kvdev_queue_device_fail(raw, device_index, -number), "fail_device")
+
+    # ----
 
     def remove_device(self, device_index: int) -> None:
         """Forget a device; what is pending for it completes with −ECANCELED.
@@ -841,6 +1050,9 @@ class HostQueue:
             in_flight_count=int(raw.in_flight_count),
             done_count=int(raw.done_count),
             capacity_count=int(raw.capacity),
+            requeued=int(raw.requeued),
+            held=int(raw.held),
+            uncertain=int(raw.uncertain),
         )
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from kvdev.clock import Deadline
 from kvdev.errors import KvdevError
 from kvdev.native.extent import ExtentMap
 from kvdev.native.io import (
+    EUNCERTAIN,
     IO_GROUP_DTYPE,
     IO_MAY_COPY,
     OPCODE_READ,
@@ -31,7 +32,7 @@ MemberMask = npt.NDArray[np.bool_]
 Uint64Array = npt.NDArray[np.uint64]
 
 UNKNOWN_FATE_ERRORS = np.array(
-    [-errno.ENOTCONN, -errno.ECONNRESET, -errno.EPIPE, -errno.ETIMEDOUT], dtype=np.int32
+    [-EUNCERTAIN, -errno.ENOTCONN, -errno.ECONNRESET, -errno.EPIPE, -errno.ETIMEDOUT], dtype=np.int32
 )
 """A write that failed like this may still reach the medium, now or later; −ECANCELED was never sent."""
 

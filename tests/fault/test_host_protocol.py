@@ -20,7 +20,7 @@ from kvdev.errors import (
     SequenceError,
     UnsupportedError,
 )
-from kvdev.native.io import OPCODE_READ, OPCODE_WRITE
+from kvdev.native.io import EUNCERTAIN, OPCODE_READ, OPCODE_WRITE
 from kvdev.native.queue import HostQpair
 from kvdev.testing.host import GuardedBuffer, PeerHost
 from kvdev.testing.peer import (
@@ -182,7 +182,7 @@ def test_write_when_controller_breaks_a_rule_then_term_names_it_and_buffer_is_un
     buffer = GuardedBuffer(SIZE)
     with ScriptedPeer(script) as peer, PeerHost(peer) as host:
         done = host.run(OPCODE_WRITE, buffer)
-        assert done["error"] == -errno.ENOTCONN
+        assert done["error"] == -EUNCERTAIN
         assert done["send_ns"] != 0, "a write that was sent has an unknown fate"
         assert buffer.is_untouched
         script.check(host, peer, fes, fei)
@@ -400,7 +400,7 @@ def test_write_when_connection_ends_after_one_of_three_r2ts_then_its_fate_is_unk
 
     with ScriptedPeer(script) as peer, PeerHost(peer) as host:
         done = host.run(OPCODE_WRITE, GuardedBuffer(SIZE))
-        assert done["error"] == -errno.ENOTCONN
+        assert done["error"] == -EUNCERTAIN
         assert done["send_ns"] != 0
 
 
