@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/falloc.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -19,6 +20,8 @@
 #define DIRECT_ALIGN ((uint64_t)4096)     /* of buffer, offset and length for the O_DIRECT descriptor */
 #define SCRATCH_BYTES ((uint64_t)16384)   /* a piece of a file compare or of a zero fill */
 #define MEMSET_MAX ((uint64_t)1 << 20)    /* a longer zero fill of memory gives whole pages back instead */
+
+static int cache_flush(struct kvdev_bdev *bdev);
 
 static int geometry_check(uint32_t block_size, uint64_t block_count)
 {
@@ -212,10 +215,50 @@ int kvdev_bdev_create_raid0(struct kvdev_bdev *const *members, uint32_t count, u
     return 0;
 }
 
+int kvdev_bdev_volatile_set(struct kvdev_bdev *bdev, uint64_t seed)
+{
+    if (bdev->kind != KVDEV_BDEV_FILE || bdev->cache)
+        return -EINVAL;
+    if (bdev->is_readonly)
+        return 0;
+    struct volatile_cache *cache = calloc(1, sizeof(*cache));
+    if (!cache)
+        return -ENOMEM;
+    cache->word_count = (bdev->block_count + 63) / 64;
+    cache->random = seed * 2 + 1; /* any odd number will do, 0 would stay 0 */
+    cache->dirty = calloc(cache->word_count, sizeof(*cache->dirty));
+    cache->base = mmap(NULL, bdev->size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                       -1, 0);
+    if (!cache->dirty || cache->base == MAP_FAILED || pthread_mutex_init(&cache->lock, NULL) != 0) {
+        if (cache->base != MAP_FAILED)
+            munmap(cache->base, bdev->size_bytes);
+        free(cache->dirty);
+        free(cache);
+        return -ENOMEM;
+    }
+    bdev->cache = cache;
+    bdev->has_volatile_cache = 1;
+    return 0;
+}
+
+static void cache_destroy(struct kvdev_bdev *bdev)
+{
+    struct volatile_cache *cache = bdev->cache;
+    if (!cache)
+        return;
+    /* An orderly end, unlike a kill, loses nothing. */
+    cache_flush(bdev);
+    munmap(cache->base, bdev->size_bytes);
+    pthread_mutex_destroy(&cache->lock);
+    free(cache->dirty);
+    free(cache);
+}
+
 void kvdev_bdev_destroy(struct kvdev_bdev *bdev)
 {
     if (!bdev)
         return;
+    cache_destroy(bdev);
     if (bdev->base)
         munmap(bdev->base, bdev->map_bytes);
     if (bdev->fd >= 0)
@@ -505,6 +548,118 @@ static int file_zero(struct kvdev_bdev *bdev, uint32_t flags, uint64_t offset, u
     return 0;
 }
 
+/* ---- the volatile cache of a file ---- */
+
+static int is_dirty(const struct volatile_cache *cache, uint64_t block)
+{
+    return (int)(cache->dirty[block / 64] >> (block % 64) & 1);
+}
+
+/* xorshift64*: about one in four. */
+static int lets_through(struct volatile_cache *cache)
+{
+    uint64_t x = cache->random;
+    x ^= x >> 12;
+    x ^= x << 25;
+    x ^= x >> 27;
+    cache->random = x;
+    return (x * 0x2545f4914f6cdd1du) >> 62 == 0;
+}
+
+static int cache_read(struct kvdev_bdev *bdev, uint64_t offset, uint64_t length, uint8_t *buf)
+{
+    struct volatile_cache *cache = bdev->cache;
+    pthread_mutex_lock(&cache->lock);
+    int err = file_read(bdev, offset, length, buf);
+    for (uint64_t at = 0; !err && at < length; at += bdev->block_size)
+        if (is_dirty(cache, (offset + at) / bdev->block_size))
+            memcpy(buf + at, cache->base + offset + at, bdev->block_size);
+    pthread_mutex_unlock(&cache->lock);
+    return err;
+}
+
+/* buf NULL writes zeroes. */
+static int cache_write(struct kvdev_bdev *bdev, uint32_t flags, uint64_t offset, uint64_t length, const uint8_t *buf)
+{
+    struct volatile_cache *cache = bdev->cache;
+    int err = 0;
+    pthread_mutex_lock(&cache->lock);
+    for (uint64_t at = 0; !err && at < length; at += bdev->block_size) {
+        uint64_t block = (offset + at) / bdev->block_size;
+        uint8_t *place = cache->base + offset + at;
+        if (buf)
+            memcpy(place, buf + at, bdev->block_size);
+        else
+            memset(place, 0, bdev->block_size);
+        cache->dirty[block / 64] |= (uint64_t)1 << (block % 64);
+        if (!(flags & KVDEV_BDEV_FUA) && !lets_through(cache))
+            continue;
+        err = file_write(bdev, 0, offset + at, bdev->block_size, place);
+        if (!err && flags & KVDEV_BDEV_FUA)
+            cache->dirty[block / 64] &= ~((uint64_t)1 << (block % 64));
+    }
+    if (!err && flags & KVDEV_BDEV_FUA && fdatasync(bdev->fd) != 0)
+        err = -errno;
+    pthread_mutex_unlock(&cache->lock);
+    return err;
+}
+
+static int cache_flush(struct kvdev_bdev *bdev)
+{
+    struct volatile_cache *cache = bdev->cache;
+    int err = 0;
+    pthread_mutex_lock(&cache->lock);
+    for (uint64_t word = 0; !err && word < cache->word_count; word++) {
+        for (uint64_t block = word * 64; !err && cache->dirty[word] >> (block % 64); block++) {
+            if (is_dirty(cache, block)) {
+                uint64_t offset = block * bdev->block_size;
+                err = file_write(bdev, 0, offset, bdev->block_size, cache->base + offset);
+            }
+            if (block % 64 == 63)
+                break;
+        }
+    }
+    if (!err && fdatasync(bdev->fd) != 0)
+        err = -errno;
+    if (!err)
+        memset(cache->dirty, 0, cache->word_count * sizeof(*cache->dirty));
+    pthread_mutex_unlock(&cache->lock);
+    return err;
+}
+
+static int cache_compare(struct kvdev_bdev *bdev, uint64_t offset, uint64_t length, const uint8_t *buf)
+{
+    _Alignas(4096) uint8_t scratch[SCRATCH_BYTES];
+    uint64_t step = bdev->block_size < SCRATCH_BYTES ? bdev->block_size : SCRATCH_BYTES;
+    if (bdev->block_size > SCRATCH_BYTES)
+        return -EINVAL; /* no file has such blocks */
+    for (uint64_t at = 0; at < length; at += step) {
+        int err = cache_read(bdev, offset + at, step, scratch);
+        if (err)
+            return err;
+        if (memcmp(scratch, buf + at, step) != 0)
+            return -EILSEQ;
+    }
+    return 0;
+}
+
+static int cache_execute(struct kvdev_bdev *bdev, int op, uint32_t flags, uint64_t offset, uint64_t length, void *buf)
+{
+    switch (op) {
+    case KVDEV_BDEV_OP_READ:
+        return cache_read(bdev, offset, length, buf);
+    case KVDEV_BDEV_OP_WRITE:
+        return cache_write(bdev, flags, offset, length, buf);
+    case KVDEV_BDEV_OP_COMPARE:
+        return cache_compare(bdev, offset, length, buf);
+    case KVDEV_BDEV_OP_WRITE_ZEROES:
+    case KVDEV_BDEV_OP_DEALLOCATE:
+        return cache_write(bdev, flags, offset, length, NULL);
+    default:
+        return cache_flush(bdev);
+    }
+}
+
 static int file_execute(struct kvdev_bdev *bdev, int op, uint32_t flags, uint64_t offset, uint64_t length, void *buf)
 {
     switch (op) {
@@ -576,7 +731,8 @@ int kvdev_bdev_execute_from(struct kvdev_bdev *bdev, int op, uint32_t flags, uin
         err = memory_execute(bdev, op, offset, length, buf);
         break;
     case KVDEV_BDEV_FILE:
-        err = file_execute(bdev, op, flags, offset, length, buf);
+        err = bdev->cache ? cache_execute(bdev, op, flags, offset, length, buf)
+                          : file_execute(bdev, op, flags, offset, length, buf);
         break;
     case KVDEV_BDEV_NULL:
         err = null_execute(op, length, buf);

@@ -122,6 +122,10 @@ int kvdev_bdev_create_null(uint32_t block_size, uint64_t block_count, struct kvd
 /* An existing regular file or block device; block_count 0 takes what fits in its size. */
 int kvdev_bdev_create_file(const char *path, uint32_t block_size, uint64_t block_count, uint32_t flags,
                            struct kvdev_bdev **ret);
+/* Puts a volatile cache over a file device, before anything uses it: what is written stays in memory until a flush, a
+ * write with FUA or the destroy, and is lost if the process is killed before, but for single blocks that a generator
+ * with this seed lets through at once. Memory for the cache is taken as it fills. */
+int kvdev_bdev_volatile_set(struct kvdev_bdev *bdev, uint64_t seed);
 /* Strip s is on member s mod n at row s div n; every member gives floor(smallest / strip) strips. The
  * members must have one block size, outlive this device, and are not shared with another raid0. */
 int kvdev_bdev_create_raid0(struct kvdev_bdev *const *members, uint32_t count, uint32_t strip_size,

@@ -2,6 +2,7 @@
 #ifndef KVDEV_BDEV_INT_H
 #define KVDEV_BDEV_INT_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 
@@ -35,6 +36,15 @@ struct rate {                             /* a limit as the time at which the ne
     _Atomic uint64_t free_ns;
 };
 
+/* Written and not yet on the medium; dirty has a bit per block. */
+struct volatile_cache {
+    pthread_mutex_t lock;
+    uint8_t *base;
+    uint64_t *dirty;
+    uint64_t word_count;
+    uint64_t random;
+};
+
 struct kvdev_bdev {
     uint64_t size_bytes;
     uint64_t block_count;
@@ -48,6 +58,7 @@ struct kvdev_bdev {
     uint64_t map_bytes;
     int fd;                               /* file, buffered */
     int fd_direct;                        /* file, O_DIRECT, or -1 */
+    struct volatile_cache *cache;         /* file, or NULL */
     uint32_t strip_size;                  /* raid0 */
     uint32_t strip_shift;
     uint32_t member_count;

@@ -264,6 +264,8 @@ static void target_free(struct kvdev_target *target)
     free(target->workers);
     free(target->listeners);
     free(target->subsystems);
+    for (uint32_t i = 0; target->controllers && i < target->opts.controllers_max; i++)
+        free(target->controllers[i].ana);
     free(target->controllers);
     free(target->connections);
     pthread_mutex_destroy(&target->lock);
@@ -569,6 +571,13 @@ int kvdev_target_controller_create(struct kvdev_target *target, int32_t index, i
                       (controller->in_use == 2 && atomic_load(&controller->connection_count) == 0);
         if (!is_free)
             continue;
+        free(controller->ana); /* of the slot's last controller, whose connections are gone */
+        controller->ana = calloc(subsystem->nsid_max, sizeof *controller->ana);
+        if (!controller->ana) {
+            controller->in_use = 0;
+            err = -ENOMEM;
+            break;
+        }
         controller->in_use = 1;
         controller->subsystem = subsystem;
         atomic_store(&controller->is_ready, 0);
@@ -600,6 +609,17 @@ int kvdev_target_controller_set_ready(struct kvdev_target *target, int32_t index
         atomic_store(&controller->is_ready, is_ready ? 1u : 0u);
     pthread_mutex_unlock(&target->lock);
     return controller ? 0 : -ENOENT;
+}
+
+int kvdev_target_controller_ana_set(struct kvdev_target *target, int32_t index, uint32_t nsid, uint16_t status)
+{
+    pthread_mutex_lock(&target->lock);
+    struct target_controller *controller = controller_at(target, index);
+    int is_there = controller && controller->subsystem && nsid && nsid <= controller->subsystem->nsid_max;
+    if (is_there)
+        atomic_store(&controller->ana[nsid - 1], status);
+    pthread_mutex_unlock(&target->lock);
+    return is_there ? 0 : -ENOENT;
 }
 
 static int controller_end(struct kvdev_target *target, int32_t index, uint32_t in_use)

@@ -140,6 +140,9 @@ void kvdev_target_release(struct kvdev_target *target);
 int kvdev_target_controller_create(struct kvdev_target *target, int32_t subsystem, int32_t *ret);
 /* Whether its I/O queues execute commands. */
 int kvdev_target_controller_set_ready(struct kvdev_target *target, int32_t controller, int is_ready);
+/* What its I/O to a namespace completes with for its ANA state (SCT 3, SC 1 to 3); 0 lets it through. */
+int kvdev_target_controller_ana_set(struct kvdev_target *target, int32_t controller, uint32_t nsid,
+                                    uint16_t status);
 /* End all its connections. */
 int kvdev_target_controller_kill(struct kvdev_target *target, int32_t controller);
 /* End all its connections and give the number back once they are gone. */

@@ -450,6 +450,9 @@ static uint16_t namespace_get(struct request *request)
     if (nsid == 0 || nsid > subsystem->nsid_max)
         return ST_INVALID_NAMESPACE;
     struct target_namespace *ns = &subsystem->namespaces[nsid - 1];
+    uint16_t ana = atomic_load_explicit(&connection->controller->ana[nsid - 1], memory_order_relaxed);
+    if (ana)
+        return ana;
     /* Counted first, looked at second: kvdev_target_namespace_clear does it the other way round, so one of
      * the two always sees the other. */
     atomic_fetch_add(&ns->outstanding, 1);

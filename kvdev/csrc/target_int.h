@@ -89,6 +89,7 @@ struct target_controller {
     _Atomic uint32_t is_dead;
     _Atomic uint32_t connection_count;
     struct target_subsystem *subsystem;
+    _Atomic uint16_t *ana; /* by nsid - 1: the status that its I/O gets for its ANA state, 0 for none */
 };
 
 struct connection;

@@ -147,15 +147,26 @@ class NativeBdev:
         block_count: int = 0,
         is_readonly: bool = False,
         is_buffered: bool = False,
+        volatile_seed: int | None = None,
     ) -> NativeBdev:
-        """An existing file or block device; 0 blocks takes what fits in its size."""
+        """An existing file or block device; 0 blocks takes what fits in its size.
+
+        With ``volatile_seed`` it gets a volatile cache: what is written is lost with the process unless it was
+        flushed, but for some blocks that the seed chooses.
+        """
         flags = (lib.KVDEV_BDEV_READONLY if is_readonly else 0) | (
             lib.KVDEV_BDEV_BUFFERED if is_buffered else 0
         )
         out = ffi.new("struct kvdev_bdev **")
         result = lib.kvdev_bdev_create_file(os.fsencode(path), block_size_bytes, block_count, flags, out)
         _check(result, path)
-        return cls(out[0])
+        bdev = cls(out[0])
+        if volatile_seed is not None:
+            result = lib.kvdev_bdev_volatile_set(out[0], volatile_seed & 0xFFFF_FFFF_FFFF_FFFF)
+            if result:
+                bdev.close()
+            _check(result, f"{path}: volatile cache")
+        return bdev
 
     @classmethod
     def raid0(cls, members: tuple[NativeBdev, ...], *, strip_size_bytes: int) -> NativeBdev:
@@ -497,6 +508,11 @@ class TargetCore:
     def set_controller_ready(self, controller: int, is_ready: bool) -> None:
         result = lib.kvdev_target_controller_set_ready(self._pointer, controller, int(is_ready))
         _check(result, "set controller ready")
+
+    def set_controller_ana(self, controller: int, nsid: int, status: int) -> None:
+        """What its I/O to a namespace completes with; 0 lets it through."""
+        result = lib.kvdev_target_controller_ana_set(self._pointer, controller, nsid, status)
+        _check(result, "set controller ANA state")
 
     def destroy_controller(self, controller: int) -> None:
         """End its connections; the number is used again once they are gone."""

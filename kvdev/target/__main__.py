@@ -20,6 +20,12 @@ def parse_arguments(arguments: list[str] | None = None) -> ServeOptions:
     parser.add_argument("--config", metavar="FILE", help="JSON file of RPC calls to run before it is ready")
     parser.add_argument("--state", metavar="FILE", help="file to keep the configuration in across restarts")
     parser.add_argument("--ready-file", metavar="FILE", help="file to write once it is ready")
+    parser.add_argument(
+        "--volatile-cache",
+        metavar="SEED",
+        type=int,
+        help="give files a volatile cache: a kill drops what was not flushed, but for blocks the seed chooses",
+    )
     parser.add_argument("--json", action="store_true", help="print the ready line as JSON")
     parser.add_argument("--verbose", action="store_true", help="log to standard error")
     given = parser.parse_args(arguments)
@@ -34,6 +40,7 @@ def parse_arguments(arguments: list[str] | None = None) -> ServeOptions:
         state=given.state,
         ready_file=given.ready_file,
         is_json=given.json,
+        volatile_seed=given.volatile_cache,
     )
 
 

@@ -109,6 +109,11 @@ CONTROLLER_VERSION: Final = Version(major=2, minor=0, tertiary=0)
 READY_TIMEOUT_500MS: Final = 2
 FIRMWARE_REVISION: Final = "kvdev"
 NS_PER_MS: Final = 1_000_000
+_ANA_STATUS: Final = {
+    AnaState.INACCESSIBLE: int(Status.ANA_INACCESSIBLE),
+    AnaState.PERSISTENT_LOSS: int(Status.ANA_PERSISTENT_LOSS),
+    AnaState.CHANGE: int(Status.ANA_TRANSITION),
+}
 _WRITE_EFFECTS = EFFECT_SUPPORTED | EFFECT_LOGICAL_BLOCK_CHANGE
 
 
@@ -692,7 +697,7 @@ class Controller:
             groups=tuple(
                 AnaGroup(
                     anagrpid=group,
-                    state=AnaState.OPTIMIZED,
+                    state=self.subsystem.ana_state(self.listen, group),
                     change_count=self.ana_change_count,
                     nsids=() if is_without_nsids else tuple(sorted(nsids)),
                 )
@@ -722,6 +727,17 @@ class Controller:
         self.ana_change_count += 1
         self._raise_event(Notice.NAMESPACE_ATTRIBUTE, Lid.CHANGED_NS)
 
+    def notify_ana_changed(self) -> None:
+        """The state of an ANA group has changed for this controller."""
+        self.ana_change_count += 1
+        self._raise_event(Notice.ANA_CHANGE, Lid.ANA)
+
+    def ana_status(self, entry: NamespaceEntry) -> int:
+        """What I/O to a namespace completes with for its ANA state; 0 where it is accessible."""
+        if not self.subsystem.ana_reporting:
+            return 0
+        return _ANA_STATUS.get(self.subsystem.ana_state(self.listen, entry.anagrpid), 0)
+
     def notify_discovery_changed(self) -> None:
         """What the discovery log says to this host may have changed."""
         self._raise_event(Notice.DISCOVERY_LOG_CHANGE, Lid.DISCOVERY)
@@ -733,6 +749,8 @@ class Controller:
     def _is_enabled(self, event: AsyncEvent) -> bool:
         if event.info == Notice.DISCOVERY_LOG_CHANGE:
             return bool(self.event_config.discovery_change)
+        if event.info == Notice.ANA_CHANGE:
+            return bool(self.event_config.ana_change)
         return bool(self.event_config.namespace_attribute)
 
     def _send_events(self) -> None:

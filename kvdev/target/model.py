@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from kvdev.units import KIB, MIB, is_power_of_two
+from kvdev.wire.log import AnaState
 from spdk_rpc.errors import ERROR_INTERNAL, ERROR_INVALID_PARAMS
 
 DISCOVERY_NQN = "nqn.2014-08.org.nvmexpress.discovery"
@@ -220,6 +221,14 @@ class Subsystem:
     hosts: tuple[str, ...] = ()
     listeners: tuple[ListenAddress, ...] = ()
     namespaces: Mapping[int, NamespaceEntry] = field(default_factory=lambda: MappingProxyType({}))
+    ana_states: Mapping[tuple[ListenAddress, int], AnaState] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    """State of an ANA group through a listener; group 0 stands for all that have none of their own."""
+
+    def ana_state(self, listener: ListenAddress, anagrpid: int) -> AnaState:
+        default = self.ana_states.get((listener, 0), AnaState.OPTIMIZED)
+        return self.ana_states.get((listener, anagrpid), default)
 
     def is_host_allowed(self, host_nqn: str) -> bool:
         return self.allow_any_host or host_nqn in self.hosts
@@ -1135,6 +1144,25 @@ class TargetModel:
         self._replace_subsystem(replace(subsystem, listeners=kept))
         self._backend.subsystem_changed(nqn)
         self._release_listener(nqn, listener)
+
+    def set_ana_state(
+        self, nqn: str, *, address: str, port: int, state: AnaState, anagrpid: int | None = None
+    ) -> None:
+        """What one ANA group, or all of them, are through one listener; controllers there are told."""
+        subsystem = self.find_subsystem(nqn)
+        listener = ListenAddress(address, port)
+        if not subsystem.ana_reporting:
+            raise invalid_params(f"ana_state: {nqn} was created without ana_reporting")
+        if listener not in subsystem.listeners:
+            raise invalid_params(f"listen_address: {address}:{port} is no listener of it")
+        if anagrpid is not None and not 1 <= anagrpid <= subsystem.max_namespaces:
+            raise invalid_params(f"anagrpid: expected 1 to {subsystem.max_namespaces}, got {anagrpid}")
+        states = dict(subsystem.ana_states)
+        if anagrpid is None:
+            states = {key: kept for key, kept in states.items() if key[0] != listener}
+        states[listener, anagrpid or 0] = state
+        self._replace_subsystem(replace(subsystem, ana_states=MappingProxyType(states)))
+        self._backend.subsystem_changed(nqn)
 
     def _release_listener(self, nqn: str, listener: ListenAddress) -> None:
         users = self._listener_users[listener]

@@ -40,6 +40,7 @@ from kvdev.target.rpc_table import (
 )
 from kvdev.target.stack import BdevStack
 from kvdev.units import KIB, is_power_of_two
+from kvdev.wire.log import AnaState
 from spdk_rpc.errors import (
     ERROR_INTERNAL,
     ERROR_INVALID_PARAMS,
@@ -141,6 +142,11 @@ _NAMESPACE = {
     "no_auto_visible": optional(p.boolean),
     "hide_metadata": optional(p.boolean),
     "ptpl_file": optional(p.text),
+}
+_ANA_STATES = {
+    "optimized": AnaState.OPTIMIZED,
+    "non_optimized": AnaState.NON_OPTIMIZED,
+    "inaccessible": AnaState.INACCESSIBLE,
 }
 _SUBSYSTEM_NQN = {"nqn": required(p.text), "tgt_name": optional(p.text)}
 
@@ -843,6 +849,15 @@ class RpcMethods:
                     "numa_id": optional(p.int32),
                 },
             ),
+            "nvmf_subsystem_listener_set_ana_state": nvmf(
+                self._nvmf_subsystem_listener_set_ana_state,
+                {
+                    **nqn,
+                    **listen_address,
+                    "ana_state": required(p.one_of(*_ANA_STATES)),
+                    "anagrpid": optional(p.uint32),
+                },
+            ),
             "nvmf_subsystem_remove_listener": nvmf(
                 self._nvmf_subsystem_remove_listener, {**nqn, **listen_address}
             ),
@@ -911,7 +926,6 @@ class RpcMethods:
             if not (len(value) <= size_limit and value.isascii() and value.isprintable()):
                 raise m.invalid_params(f"{name}: expected at most {size_limit} printable ASCII characters")
         for name, is_wanted in (
-            ("ana_reporting", ana_reporting),
             ("passthrough", passthrough),
             ("enable_nssr", enable_nssr),
             ("admin_label", bool(admin_label)),
@@ -925,6 +939,7 @@ class RpcMethods:
                 serial_number=serial_number,
                 model_number=model_number,
                 max_namespaces=max_namespaces or defaults.max_namespaces,
+                ana_reporting=ana_reporting,
                 **options,
             )
         )
@@ -957,9 +972,23 @@ class RpcMethods:
         address, port = _parse_listen_address(listen_address)
         if secure_channel:
             raise m.invalid_params("secure_channel: TLS is not supported here")
+        if ana_state != "optimized" and not self._model.find_subsystem(nqn).ana_reporting:
+            raise m.invalid_params(f"ana_state: {nqn} was created without ana_reporting")
+        where = self._model.add_listener(nqn, address=address, port=port)
         if ana_state != "optimized":
-            raise m.invalid_params("ana_state: not supported here")
-        self._model.add_listener(nqn, address=address, port=port)
+            self._model.set_ana_state(
+                nqn, address=where.address, port=where.port, state=_ANA_STATES[ana_state]
+            )
+        return True
+
+    def _nvmf_subsystem_listener_set_ana_state(
+        self, nqn: str, listen_address: dict[str, str], ana_state: str, anagrpid: int | None = None
+    ) -> Result:
+        self._model.find_subsystem(nqn)
+        address, port = _parse_listen_address(listen_address)
+        self._model.set_ana_state(
+            nqn, address=address, port=port, state=_ANA_STATES[ana_state], anagrpid=anagrpid
+        )
         return True
 
     def _nvmf_subsystem_remove_listener(self, nqn: str, listen_address: dict[str, str]) -> Result:
@@ -1068,7 +1097,23 @@ class RpcMethods:
                     "secure_channel": False,
                 }
                 calls.append({"method": "nvmf_subsystem_add_listener", "params": params})
+                calls += _ana_config(subsystem, listener)
         return calls
+
+
+def _ana_config(subsystem: m.Subsystem, listener: m.ListenAddress) -> list[Result]:
+    """The calls that give a listener its ANA states."""
+    names = {state: name for name, state in _ANA_STATES.items()}
+    calls: list[Result] = []
+    for (where, group), state in sorted(subsystem.ana_states.items()):
+        if where != listener or state not in names:
+            continue
+        params: dict[str, Any] = {"nqn": subsystem.nqn, "listen_address": _listener_json(listener)}
+        params["ana_state"] = names[state]
+        if group:
+            params["anagrpid"] = group
+        calls.append({"method": "nvmf_subsystem_listener_set_ana_state", "params": params})
+    return calls
 
 
 def _refuse_metadata(options: Mapping[str, Any]) -> None:
@@ -1199,7 +1244,7 @@ def _subsystem_config(subsystem: m.Subsystem) -> dict[str, Any]:
         "max_namespaces": subsystem.max_namespaces,
         "min_cntlid": subsystem.min_cntlid,
         "max_cntlid": subsystem.max_cntlid,
-        "ana_reporting": False,
+        "ana_reporting": subsystem.ana_reporting,
         "dmrsl": subsystem.dmrsl,
         "wzsl": subsystem.wzsl,
         "passthrough": False,

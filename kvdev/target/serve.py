@@ -43,13 +43,15 @@ class ServeOptions:
     ready_file: str | None = None
     is_json: bool = False
     state: str | None = None
+    volatile_seed: int | None = None
+    """Seed of a volatile cache over every file; None for none."""
 
 
-def make_service() -> ServiceBackend:
+def make_service(*, volatile_seed: int | None = None) -> ServiceBackend:
     """The data path in C with its control thread."""
-    from kvdev.target.service import TargetService
+    from kvdev.target.service import TargetOptions, TargetService
 
-    return TargetService()
+    return TargetService(TargetOptions(volatile_seed=volatile_seed))
 
 
 class EmbeddedTarget:
@@ -142,16 +144,17 @@ def read_config(path: str) -> list[ConfigCall]:
     return parse_calls(path, "config", read_json(path, "config"))
 
 
-def serve(options: ServeOptions, *, make_backend: Callable[[], ServiceBackend] = make_service) -> int:
+def serve(options: ServeOptions, *, make_backend: Callable[[], ServiceBackend] | None = None) -> int:
     """Serve in the foreground until SIGTERM or SIGINT; returns the exit code.
 
     Call it from the main thread. Prints one ready line, and one clear line for whatever goes wrong.
     """
     try:
+        make = make_backend or (lambda: make_service(volatile_seed=options.volatile_seed))
         # Before the handlers: reading a pipe that nobody fills ends with the first signal.
         calls = read_config(options.config) if options.config else []
         with _StopRequest() as stopping:
-            return _serve_until(options, calls, make_backend, stopping)
+            return _serve_until(options, calls, make, stopping)
     except SpdkError as error:
         return _fail(str(error), EXIT_REFUSED)
     except UsageError as error:

@@ -98,6 +98,8 @@ class TargetOptions:
     """Alignment demanded of hosts' data, 0's based dwords; for tests of hosts."""
     populate_memory: bool = False
     """Touch the memory of bdevs when they are made."""
+    volatile_seed: int | None = None
+    """Give file bdevs a volatile cache: a kill loses what was not flushed, but for blocks the seed chooses."""
 
 
 _OPERATIONS = {
@@ -284,6 +286,7 @@ class TargetService:
                     block_size_bytes=block_size,
                     block_count=count,
                     is_readonly=bdev.is_readonly,
+                    volatile_seed=self._options.volatile_seed,
                 )
             case BdevKind.RAID0:
                 members = tuple(self._bdevs[handle] for handle in bdev.base_handles)
@@ -492,8 +495,17 @@ class TargetService:
                 elif not subsystem.is_discovery and not subsystem.is_listening_on(where.address, where.port):
                     self._end_controller_locked(state, controller, "its listener is gone")
                 else:
-                    controller.subsystem = subsystem
+                    groups = {facts.entry.anagrpid for facts in state.namespaces.values()}
+                    before, controller.subsystem = controller.subsystem, subsystem
+                    if any(before.ana_state(where, g) != subsystem.ana_state(where, g) for g in groups):
+                        self._set_ana_locked(state, controller)
+                        controller.notify_ana_changed()
             self._discovery_changed_locked()
+
+    def _set_ana_locked(self, state: _SubsystemState, controller: Controller) -> None:
+        """Let the core refuse I/O to namespaces that are not accessible through this controller."""
+        for nsid, facts in state.namespaces.items():
+            self._core.set_controller_ana(controller.core_index, nsid, controller.ana_status(facts.entry))
 
     def namespace_changed(self, nqn: str, nsid: int) -> None:
         subsystem = self._subsystem(nqn)
@@ -520,6 +532,7 @@ class TargetService:
             for controller in state.controllers.values():
                 if subsystem is not None:
                     controller.subsystem = subsystem
+                self._set_ana_locked(state, controller)
                 controller.notify_namespace_changed(nsid)
 
     # ---- what the RPC shows ----
@@ -852,6 +865,7 @@ class TargetService:
             return refused(FabricsStatus.CONTROLLER_BUSY, is_final=False)
         controller.connection = event.connection
         state.controllers[cntlid] = controller
+        self._set_ana_locked(state, controller)
         self._links[event.connection] = _Link(controller, 0)
         self._grant(core, event, command, controller)
         return None

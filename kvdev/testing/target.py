@@ -73,12 +73,17 @@ class RunningTarget:
             self.model.add_host(nqn, host)
         self.model.add_listener(nqn, address=self.address, port=self.port)
 
+    def add_port(self) -> int:
+        """A further listener of the first subsystem, on any free port; returns that."""
+        return self.model.add_listener(self.nqn, address=self.address, port=0).port
+
     def listener(self) -> ListenAddress:
         return ListenAddress(self.address, self.port)
 
 
-def _subsystem(nqn: str, hosts: Sequence[str] | None) -> Subsystem:
+def _subsystem(nqn: str, hosts: Sequence[str] | None, *, ana_reporting: bool = False) -> Subsystem:
     return Subsystem(
+        ana_reporting=ana_reporting,
         nqn=nqn,
         serial_number="KVDEV0000000001",
         model_number="kvdev embedded target",
@@ -98,6 +103,7 @@ def running_target(
     options: TargetOptions | None = None,
     address: str = "127.0.0.1",
     seed: int = 1,
+    ana_reporting: bool = False,
 ) -> Iterator[RunningTarget]:
     """Start a target with memory namespaces 1 to ``namespace_count`` on a free port; stop it at the end.
 
@@ -115,7 +121,7 @@ def running_target(
     service.start()
     try:
         model.create_transport(transport or Transport())
-        model.create_subsystem(_subsystem(nqn, hosts))
+        model.create_subsystem(_subsystem(nqn, hosts, ana_reporting=ana_reporting))
         for host in hosts or ():
             model.add_host(nqn, host)
         where = model.add_listener(nqn, address=address, port=0)

@@ -27,6 +27,12 @@ def target() -> None:
 @click.option("--ready-file", metavar="FILE", help="File to write once it is ready; removed at the end.")
 @click.option("--allow-remote", is_flag=True, help="Let listeners bind to addresses other than loopback.")
 @click.option("--populate", is_flag=True, help="Touch the memory of malloc bdevs when they are made.")
+@click.option(
+    "--volatile-cache",
+    metavar="SEED",
+    type=click.IntRange(0, 2**64 - 1),
+    help="For drills: give files a volatile cache; a kill drops what was not flushed, but for blocks the seed chooses.",
+)
 @click.option("--verbose", is_flag=True, help="Log to standard error.")
 @click.option("--parent-pid", type=int, hidden=True, help="End when this process, our parent, ends.")
 @json_option
@@ -37,6 +43,7 @@ def serve(
     ready_file: str | None,
     allow_remote: bool,
     populate: bool,
+    volatile_cache: int | None,
     verbose: bool,
     parent_pid: int | None,
     as_json: bool,
@@ -85,5 +92,7 @@ def serve(
             ready_file=ready_file,
             is_json=as_json,
         ),
-        make_backend=lambda: TargetService(TargetOptions(populate_memory=populate)),
+        make_backend=lambda: TargetService(
+            TargetOptions(populate_memory=populate, volatile_seed=volatile_cache)
+        ),
     )

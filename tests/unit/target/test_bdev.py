@@ -197,3 +197,50 @@ def test_counters_say_what_was_done() -> None:
     raid.close()
     for one in members:
         one.close()
+
+
+# ---- the volatile cache ----
+
+
+def test_volatile_cache_when_killed_then_only_flushed_and_chosen_blocks_are_there(tmp_path: Path) -> None:
+    """What a kill leaves is what the file holds while the process lives: nothing else is ever written there."""
+    blocks = 256
+    path = tmp_path / "file"
+    path.write_bytes(bytes(blocks * 4096))
+
+    def survivors(first: int) -> list[int]:
+        data = path.read_bytes()
+        return [block for block in range(first, blocks) if data[block * 4096]]
+
+    kept: list[list[int]] = []
+    for seed in (1, 1, 2):
+        path.write_bytes(bytes(blocks * 4096))
+        bdev = NativeBdev.file(str(path), block_size_bytes=4096, volatile_seed=seed)
+        assert bdev.info().has_volatile_cache
+        for block in range(blocks):
+            bdev.write(block * 4096, bytes([block % 255 + 1]) * 4096)
+        assert bdev.read(0, blocks * 4096) == b"".join(bytes([b % 255 + 1]) * 4096 for b in range(blocks))
+        kept.append(survivors(0))
+        bdev.close()
+        assert len(survivors(0)) == blocks, "an orderly end loses nothing"
+    assert kept[0] == kept[1] != kept[2]
+    assert blocks // 8 < len(kept[0]) < blocks // 2
+
+
+def test_volatile_cache_when_flushed_or_forced_then_on_the_medium(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * 4096))
+    bdev = NativeBdev.file(str(path), block_size_bytes=4096, volatile_seed=7)
+    bdev.write(0, b"\x01" * 32 * 4096)
+    bdev.flush()
+    assert path.read_bytes()[: 32 * 4096] == b"\x01" * 32 * 4096
+    bdev.write(40 * 4096, b"\x02" * 8 * 4096, fua=True)
+    assert path.read_bytes()[40 * 4096 : 48 * 4096] == b"\x02" * 8 * 4096
+    bdev.write(0, b"\x03" * 4096)
+    assert bdev.compare(0, b"\x03" * 4096 + b"\x01" * 4096)
+    assert not bdev.compare(0, b"\x01" * 4096)
+    bdev.write_zeroes(0, 8 * 4096)
+    assert bdev.read(0, 8 * 4096) == bytes(8 * 4096)
+    assert path.read_bytes()[: 8 * 4096] != bytes(8 * 4096)
+    bdev.close()
+    assert path.read_bytes()[: 8 * 4096] == bytes(8 * 4096)

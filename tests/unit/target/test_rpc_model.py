@@ -380,7 +380,7 @@ def test_transport_that_cannot_be_is_refused(model: TargetModel, params: dict[st
         ("bdev_raid_create", {"name": "R", "raid_level": "0", "base_bdevs": [5]}, -32700, r"base_bdevs\[0\]"),
         ("nvmf_create_subsystem", {"nqn": NQN, "serial_number": "x" * 21}, -32602, "serial_number: expected at most"),
         ("nvmf_create_subsystem", {"nqn": NQN, "model_number": "ü"}, -32602, "model_number: expected at most"),
-        ("nvmf_create_subsystem", {"nqn": NQN, "ana_reporting": True}, -32602, "ana_reporting: not supported"),
+        ("nvmf_create_subsystem", {"nqn": NQN, "passthrough": True}, -32602, "passthrough: not supported"),
         ("nvmf_create_subsystem", {"nqn": NQN, "max_namespaces": 1025}, -32603, "max_namespaces: expected 1 to 1024"),
         ("nvmf_create_subsystem", {"nqn": NQN, "tgt_name": "other"}, -32602, "tgt_name"),
         ("nvmf_create_subsystem", {"nqn": DISCOVERY_NQN}, -32603, "Unable to create subsystem"),
