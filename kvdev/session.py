@@ -18,10 +18,12 @@ from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
 from kvdev.errors import CorruptionError, KvdevError, UsageError
 from kvdev.initiator.controller import Controller
-from kvdev.initiator.discovery import discover
+from kvdev.initiator.discovery import PersistentDiscovery, discover, follow_referrals
 from kvdev.initiator.host import HostIdentity
-from kvdev.initiator.namespace import NamespaceInfo, open_namespace, scan
+from kvdev.initiator.namespace import NamespaceInfo
 from kvdev.initiator.options import ControllerOptions
+from kvdev.initiator.subsystem import Subsystem
+from kvdev.initiator.supervisor import Supervisor
 from kvdev.native.admin import AdminThread
 from kvdev.native.queue import HostQueue
 from kvdev.staging import Arena
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from kvdev.store.namespace import KvNamespace
     from kvdev.store.volume import Volume
 
-Scans: TypeAlias = dict[Controller, list[NamespaceInfo]]
+Scans: TypeAlias = dict[Subsystem, list[NamespaceInfo]]
 
 log = logging.getLogger("kvdev.session")
 
@@ -80,7 +82,8 @@ class Session:
         self._queue_capacity_count = queue_capacity_count
         self._admin: AdminThread | None = None
         self._queue: HostQueue | None = None
-        self._controllers: dict[TcpUri, Controller] = {}
+        self._supervisor: Supervisor | None = None
+        self._subsystems: dict[TcpUri, Subsystem] = {}
         self._memories: dict[str, MemoryDevice] = {}
         self._vhosts: list[VhostDevice] = []
         self._shared: list[SharedMemory] = []
@@ -114,36 +117,66 @@ class Session:
             )
         return self._queue
 
-    def controller(self, uri: TcpUri | str, *, deadline: Deadline | None = None) -> Controller:
-        """The controller of a subsystem, connected on first use and shared afterwards."""
+    def subsystem(self, uri: TcpUri | str, *, deadline: Deadline | None = None) -> Subsystem:
+        """A subsystem with all its paths, connected on first use and shared afterwards.
+
+        What is lost is connected again by itself, as the options say. One whose paths have all been given
+        up is made anew.
+        """
         self._check_open()
         if isinstance(uri, str):
             uri = parse_subsystem_uri(uri)
         key = dataclasses.replace(uri, nsid=None)
-        found = self._controllers.get(key)
-        if found is not None and found.is_alive:
+        found = self._subsystems.get(key)
+        if found is not None and not found.is_ended:
             return found
-        controller = Controller.connect(
+        if self._supervisor is None:
+            self._supervisor = Supervisor(self.admin)
+        subsystem = Subsystem.open(
             key,
             host=self.host,
-            admin=self.admin,
             options=self.options,
+            supervisor=self._supervisor,
             deadline=deadline or Deadline.after(OPEN_TIMEOUT_S),
         )
-        self._controllers[key] = controller
-        self._closers.append((str(key), controller.close))
-        return controller
+        self._subsystems[key] = subsystem
+        self._closers.append((str(key), subsystem.close))
+        return subsystem
 
-    def discover(self, uri: TcpUri | str, *, deadline: Deadline | None = None) -> list[DiscoveryEntry]:
-        """Entries of the discovery log of ``[tcp://]HOST[:PORT]``."""
+    def controller(self, uri: TcpUri | str, *, deadline: Deadline | None = None) -> Controller:
+        """A controller of a subsystem, as it is connected now; after a loss there is another one."""
+        deadline = deadline or Deadline.after(OPEN_TIMEOUT_S)
+        return self.subsystem(uri, deadline=deadline).live_controller(deadline=deadline)
+
+    def discover(
+        self, uri: TcpUri | str, *, has_referrals: bool = False, deadline: Deadline | None = None
+    ) -> list[DiscoveryEntry]:
+        """Entries of the discovery log of ``[tcp://]HOST[:PORT]``.
+
+        With ``has_referrals`` the discovery services that it refers to are asked as well.
+        """
         self._check_open()
-        return discover(
-            parse_discovery_uri(uri) if isinstance(uri, str) else uri,
+        uri = parse_discovery_uri(uri) if isinstance(uri, str) else uri
+        deadline = deadline or Deadline.after(OPEN_TIMEOUT_S)
+        entries = discover(uri, host=self.host, admin=self.admin, options=self.options, deadline=deadline)
+        if not has_referrals:
+            return entries
+        return follow_referrals(
+            entries,
+            came_from=uri,
             host=self.host,
             admin=self.admin,
             options=self.options,
-            deadline=deadline or Deadline.after(OPEN_TIMEOUT_S),
+            deadline=deadline,
         )
+
+    def persistent_discovery(self, uri: TcpUri | str) -> PersistentDiscovery:
+        """A discovery service that says when its log changes; closed with the session."""
+        self._check_open()
+        uri = parse_discovery_uri(uri) if isinstance(uri, str) else uri
+        service = PersistentDiscovery(uri, host=self.host, admin=self.admin, options=self.options)
+        self._closers.append((str(uri), service.close))
+        return service
 
     def open_device(self, uri: DeviceUri | str, *, deadline: Deadline | None = None) -> BlockDevice:
         """One device; it stays open until ``close`` of itself or of the session."""
@@ -158,9 +191,9 @@ class Session:
             return self._open_memory(uri)
         device: BlockDevice
         if isinstance(uri, TcpUri):
-            controller = self.controller(uri, deadline=deadline)
-            infos = self._scan(controller, scans, deadline)
-            device = open_namespace(controller, uri.nsid, self.queue, infos=infos, deadline=deadline)
+            subsystem = self.subsystem(uri, deadline=deadline)
+            infos = self._scan(subsystem, scans, deadline)
+            device = subsystem.open_namespace(uri.nsid, self.queue, infos=infos, deadline=deadline)
         elif isinstance(uri, FileUri):
             device = FileDevice(uri.path)
         else:
@@ -254,17 +287,16 @@ class Session:
             if not isinstance(device, MemoryDevice):
                 device.close()
 
-    def _scan(self, controller: Controller, scans: Scans, deadline: Deadline) -> list[NamespaceInfo]:
-        if controller not in scans:
-            scans[controller] = scan(controller, deadline=deadline)
-        return scans[controller]
+    def _scan(self, subsystem: Subsystem, scans: Scans, deadline: Deadline) -> list[NamespaceInfo]:
+        if subsystem not in scans:
+            scans[subsystem] = subsystem.scan(deadline=deadline)
+        return scans[subsystem]
 
     def _namespace_uris(self, subsystem: TcpUri, scans: Scans, deadline: Deadline) -> list[DeviceUri]:
-        controller = self.controller(subsystem, deadline=deadline)
-        infos = self._scan(controller, scans, deadline)
+        infos = self._scan(self.subsystem(subsystem, deadline=deadline), scans, deadline)
         for info in infos:
             if info.problem:
-                log.warning("%s nsid %d: left out: %s", controller.where, info.nsid, info.problem)
+                log.warning("%s nsid %d: left out: %s", subsystem, info.nsid, info.problem)
         usable: list[DeviceUri] = [
             dataclasses.replace(subsystem, nsid=info.nsid) for info in infos if not info.problem
         ]
@@ -334,6 +366,9 @@ class Session:
         limit = deadline or Deadline.after(CLOSE_TIMEOUT_S)
         interrupt: BaseException | None = None
         closers = [*self._closers[::-1]]
+        if self._supervisor is not None:
+            supervisor = self._supervisor
+            closers.append(("supervisor", lambda _: supervisor.close()))
         if self._queue is not None:
             queue = self._queue
             closers.append(("queue", lambda _: queue.close()))
@@ -349,7 +384,7 @@ class Session:
                 interrupt = interrupt or error
                 limit = Deadline.after(0)
         self._closers.clear()
-        self._controllers.clear()
+        self._subsystems.clear()
         self._memories.clear()
         self._vhosts.clear()
         self._shared.clear()

@@ -65,6 +65,13 @@ class AdminChannel:
         """Hand the queue pair to the admin thread, which keeps the association alive from now on."""
         self.adopted = admin.adopt(self.qpair, keep_alive_ms=keep_alive_ms)
 
+    def cancel(self) -> None:
+        """End what another thread is waiting for on this channel; the channel is of no more use."""
+        if self.adopted is not None:
+            self.adopted.release()
+        else:
+            self.qpair.cancel()
+
     def close(self) -> None:
         """Close the connection; closing twice does nothing."""
         if self._is_closed:

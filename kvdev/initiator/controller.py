@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from kvdev.clock import Deadline
+from kvdev.clock import NS_PER_MS, Deadline
 from kvdev.errors import (
     CommandError,
     ConnectError,
@@ -28,6 +28,7 @@ from kvdev.errors import (
     UsageError,
 )
 from kvdev.initiator import limits
+from kvdev.initiator.cancel import CancelToken
 from kvdev.initiator.channel import LOG_CHUNK_SIZE_BYTES, AdminChannel, sooner
 from kvdev.initiator.failure import connect_refused, with_remedy
 from kvdev.initiator.host import HostIdentity
@@ -52,10 +53,18 @@ from kvdev.wire.fabrics import (
     Shst,
     Version,
 )
-from kvdev.wire.features import AsyncEventConfig, Fid, NumberOfQueues
-from kvdev.wire.identify import LPA_EXTENDED, Cns, Csi, CsiControllerNvm, IdentifyController
+from kvdev.wire.features import AsyncEventConfig, Fid, HostBehaviorSupport, NumberOfQueues
+from kvdev.wire.identify import (
+    CMIC_ANA,
+    CTRATT_TBKAS,
+    LPA_EXTENDED,
+    Cns,
+    Csi,
+    CsiControllerNvm,
+    IdentifyController,
+)
 from kvdev.wire.log import ErrorEntry, Lid, SmartLog, parse_error_log
-from kvdev.wire.nvme import CNTLID_DYNAMIC, NSID_ALL, AsyncEvent, status_name
+from kvdev.wire.nvme import CNTLID_DYNAMIC, NSID_ALL, AsyncEvent, FeaturesCommand, status_name
 
 log = logging.getLogger("kvdev.initiator")
 
@@ -71,6 +80,8 @@ EVENT_LOG_SIZES_BYTES: dict[int, int] = {
     Lid.CHANGED_NS: 4096,
     # The header: CHGCNT and NGRPS; reading any of the page clears the event.
     Lid.ANA: 16,
+    # Likewise: GENCTR and NUMREC; the reader asks for the rest.
+    Lid.DISCOVERY: 1024,
 }
 _READY_PAUSE_FIRST_S = 0.001
 _READY_PAUSE_LAST_S = 0.1
@@ -111,6 +122,7 @@ class Controller:
         self._queue: HostQueue | None = None
         self._qpairs: dict[int, HostQpair] = {}
         self._is_closed = False
+        self._token: CancelToken | None = None
         # Never set: a pause between two looks at CSTS, with a bound.
         self._pause = threading.Event()
 
@@ -122,6 +134,7 @@ class Controller:
         host: HostIdentity,
         admin: AdminThread,
         options: ControllerOptions | None = None,
+        token: CancelToken | None = None,
         deadline: Deadline,
     ) -> Controller:
         """Connect to the first of the URI's addresses that answers, and enable the controller.
@@ -140,7 +153,7 @@ class Controller:
         for address in uri.addresses:
             try:
                 return cls._connect_address(
-                    uri, address, host=host, admin=admin, options=options, deadline=deadline
+                    uri, address, host=host, admin=admin, options=options, token=token, deadline=deadline
                 )
             except TransportError as error:
                 # Another path may do; a refusal by the target (CommandError) holds for all of them.
@@ -162,6 +175,7 @@ class Controller:
         host: HostIdentity,
         admin: AdminThread,
         options: ControllerOptions,
+        token: CancelToken | None,
         deadline: Deadline,
     ) -> Controller:
         failure: TransportError | None = None
@@ -182,7 +196,10 @@ class Controller:
                 channel=channel,
                 numeric_address=numeric,
             )
+            controller._token = token
             try:
+                if token is not None:
+                    token.watch(channel)
                 controller._establish(admin, deadline)
                 return controller
             except TransportError as error:
@@ -208,7 +225,8 @@ class Controller:
         self._settle_keep_alive(deadline)
         if not self.is_discovery:
             self.io_queue_count = self._grant_queues(deadline)
-            self._arm_events(deadline)
+            self._enable_retry_delays(deadline)
+            self.arm_events(deadline=deadline)
 
     def _connect_qpair(self, qpair: HostQpair, *, sqsize_0based: int, deadline: Deadline) -> None:
         """TCP, ICReq/ICResp and the Connect command of one queue pair; sets CNTLID on the admin queue."""
@@ -372,6 +390,7 @@ class Controller:
                 )
         if self.kato_ms != self.options.kato_ms:
             adopted.set_keep_alive_ms(self.kato_ms)
+        adopted.set_traffic_based(is_traffic_based=self.is_traffic_based)
 
     def _grant_queues(self, deadline: Deadline) -> int:
         """Ask for I/O queues (Base 5.1.25.1.5); an error status means none, and admin stays usable."""
@@ -384,15 +403,38 @@ class Controller:
             return 0
         return min(NumberOfQueues.parse(completion.dw0).qpair_count, wanted)
 
-    def _arm_events(self, deadline: Deadline) -> None:
-        """Enable the events this host acts on, as far as OAES has them, and keep requests outstanding."""
-        offered = AsyncEventConfig.parse(self.identify.oaes)
-        wanted = AsyncEventConfig(
-            # Critical warnings of SMART (bits 5:0) need no OAES bit (Base 5.1.25.1.6).
-            smart=0x3F,
-            namespace_attribute=offered.namespace_attribute,
-            ana_change=offered.ana_change,
+    def _enable_retry_delays(self, deadline: Deadline) -> None:
+        """Have the controller say how long to wait before a retry, where it knows (ACRE, Base 5.1.25.1.14)."""
+        if not any(self.retry_delays_ns):
+            return
+        data = HostBehaviorSupport(acre=1).build()
+        command = FeaturesCommand(
+            fid=Fid.HOST_BEHAVIOR_SUPPORT, is_set=True, value=0, byte_count=len(data)
+        ).to_sqe()
+        what = "set features 0x16"
+        completion = self.channel.run_unchecked(
+            command, what=what, data=data, is_write=True, deadline=deadline
         )
+        if not completion.is_success:
+            log.warning("%s: retry delays: got %s", self.where, status_name(completion.status))
+
+    def arm_events(self, *, deadline: Deadline) -> None:
+        """Enable the events this host acts on, as far as OAES has them, and keep requests outstanding.
+
+        Done by ``connect``, but for discovery controllers, which are mostly read once.
+        """
+        offered = AsyncEventConfig.parse(self.identify.oaes)
+        if self.is_discovery:
+            if not offered.discovery_change:
+                return
+            wanted = AsyncEventConfig(discovery_change=1)
+        else:
+            wanted = AsyncEventConfig(
+                # Critical warnings of SMART (bits 5:0) need no OAES bit (Base 5.1.25.1.6).
+                smart=0x3F,
+                namespace_attribute=offered.namespace_attribute,
+                ana_change=offered.ana_change,
+            )
         completion = self.channel.feature_set(Fid.ASYNC_EVENT_CONFIG, wanted.build(), deadline=deadline)
         if not completion.is_success:
             # An event that stays off costs freshness, not correctness: identities are checked on use.
@@ -418,7 +460,10 @@ class Controller:
         if size_bytes is None:
             log.warning("%s: event %s names log page 0x%02x: not read", self.where, event, event.lid)
             return event
-        self.log_page(event.lid, size_bytes, deadline=Deadline.after(self.options.admin_timeout_s))
+        # NSID is 0 in a discovery controller's log page, all ones in any other (Base 5.1.12).
+        nsid = 0 if event.lid == Lid.DISCOVERY else NSID_ALL
+        limit = Deadline.after(self.options.admin_timeout_s)
+        self.log_page(event.lid, size_bytes, nsid=nsid, deadline=limit)
         return event
 
     @property
@@ -434,6 +479,22 @@ class Controller:
     def is_alive(self) -> bool:
         """Whether the association stands, as far as the admin thread knows."""
         return not self._is_closed and self.channel.is_alive
+
+    @property
+    def is_traffic_based(self) -> bool:
+        """Whether any command is a sign of life to the controller (TBKAS, Base 3.9.4)."""
+        return bool(self.identify.ctratt & CTRATT_TBKAS)
+
+    @property
+    def has_ana(self) -> bool:
+        return bool(self.identify.cmic & CMIC_ANA)
+
+    @property
+    def retry_delays_ns(self) -> tuple[int, int, int]:
+        """CRDT1 to CRDT3."""
+        ident = self.identify
+        unit_ns = 100 * NS_PER_MS
+        return (ident.crdt1_100ms * unit_ns, ident.crdt2_100ms * unit_ns, ident.crdt3_100ms * unit_ns)
 
     @property
     def queue_size(self) -> int:
@@ -470,20 +531,45 @@ class Controller:
                 f"{self.where}: number of queues: expected 1 or more, got none from the controller",
                 feature="I/O queues",
             )
+        qpairs = self.connect_io_qpairs(deadline=deadline)
         self._queue = queue
         try:
-            for qid in range(1, self.io_queue_count + 1):
-                qpair = self._connect_io_qpair(qid, deadline)
-                try:
-                    index = queue.add_qpair(qpair)
-                except BaseException:
-                    qpair.close()
-                    raise
-                self._qpairs[index] = qpair
+            for qpair in qpairs:
+                self._qpairs[queue.add_qpair(qpair)] = qpair
         except BaseException:
             self._close_io_qpairs()
             raise
+        finally:
+            for qpair in qpairs:
+                if qpair.owner is None:
+                    qpair.close()
         return self.qpair_indexes
+
+    def connect_io_qpairs(self, *, deadline: Deadline) -> list[HostQpair]:
+        """All I/O queue pairs, connected, in nobody's hands; when one fails none stays open."""
+        qpairs: list[HostQpair] = []
+        try:
+            for qid in range(1, self.io_queue_count + 1):
+                qpairs.append(self._connect_io_qpair(qid, deadline))
+        except BaseException:
+            for qpair in qpairs:
+                qpair.close()
+            raise
+        return qpairs
+
+    def attach_as(
+        self, queue: HostQueue, controller_index: int, qpairs: Sequence[HostQpair], *, made_ns: int
+    ) -> None:
+        """Let ``queue`` drive connected queue pairs as a controller that namespaces may share (multipath)."""
+        indexes = queue.raise_controller(
+            controller_index,
+            qpairs,
+            made_ns=made_ns,
+            has_ana=self.has_ana,
+            retry_delays_ns=self.retry_delays_ns,
+        )
+        self._queue = queue
+        self._qpairs = dict(zip(indexes, qpairs, strict=True))
 
     def _connect_io_qpair(self, qid: int, deadline: Deadline) -> HostQpair:
         qpair = HostQpair(
@@ -495,6 +581,8 @@ class Controller:
             trid=str(self.address),
         )
         try:
+            if self._token is not None:
+                self._token.watch(qpair)
             qpair.join(self.channel.qpair)
             self._connect_qpair(qpair, sqsize_0based=self.queue_size - 1, deadline=deadline)
         except BaseException:
@@ -566,6 +654,21 @@ class Controller:
                 self._close_io_qpairs()
             finally:
                 self.channel.close()
+
+    def abandon(self) -> None:
+        """Close all connections at once, without a word to the controller; closing twice does nothing."""
+        self._is_closed = True
+        try:
+            self._close_io_qpairs()
+        finally:
+            self.channel.close()
+
+    def reset(self, deadline: Deadline) -> None:
+        """Stop the controller over its admin queue (Base 3.7.2): on return it executes nothing any more."""
+        cc = Cc.parse(self.channel.property_get(Property.CC, deadline=deadline))
+        off = dataclasses.replace(cc, en=0)
+        self.channel.property_set(Property.CC, off.build(), deadline=deadline)
+        self._wait_csts("reset", lambda csts: not csts.rdy, self._ready_timeout_s(deadline), deadline)
 
     def _close_io_qpairs(self) -> None:
         """Take the queue pairs back from the queue, unless it was closed first, and close them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -20,9 +21,12 @@ from kvdev.errors import CommandError, ProtocolError, UnsupportedError, UsageErr
 from kvdev.initiator import limits
 from kvdev.initiator.channel import AdminChannel
 from kvdev.initiator.controller import Controller
+from kvdev.initiator.options import LostWrites
 from kvdev.native.io import IO_DEALLOCATE, IO_DTYPE, OPCODE_DSM, OPCODE_WRITE_ZEROES, IoArray, address_of
-from kvdev.native.queue import HostQueue
+from kvdev.native.queue import HostQueue, Recovery
+from kvdev.uri import TcpUri
 from kvdev.wire.identify import (
+    NMIC_SHARED,
     NSFEAT_ATOMIC,
     NSFEAT_OPTPERF,
     NSID_LIST_COUNT,
@@ -60,6 +64,10 @@ class NamespaceInfo:
     preferred_write_blocks: int
     """NPWG: writes are best in multiples of it; 1 when not reported."""
     is_write_protected: bool
+    is_shared: bool = True
+    """Whether several controllers may use it at once (NMIC)."""
+    anagrpid: int = 0
+    """ANA group; 0 where there are none."""
     problem: str = ""
 
     @property
@@ -189,6 +197,8 @@ def describe(controller: Controller, nsid: int, *, deadline: Deadline) -> Namesp
         optimal_boundary_blocks=ident.noiob,
         preferred_write_blocks=ident.npwg_0based + 1 if ident.nsfeat & NSFEAT_OPTPERF else 1,
         is_write_protected=bool(ident.nsattr & _NSATTR_WRITE_PROTECTED),
+        is_shared=bool(ident.nmic & NMIC_SHARED),
+        anagrpid=ident.anagrpid,
         problem=problem,
     )
 
@@ -209,49 +219,51 @@ def _identifier(value: bytes | None) -> bytes | None:
     return value if value is not None and any(value) else None
 
 
-def open_namespace(
-    controller: Controller,
-    nsid: int | None,
-    queue: HostQueue,
-    *,
-    infos: Sequence[NamespaceInfo] | None = None,
-    deadline: Deadline,
-) -> NvmeNamespace:
-    """An active namespace as a block device on ``queue``; the controller's queue pairs are attached to it.
-
-    ``infos`` is a ``scan`` of the same controller that is still fresh; without it, one is made.
+def choose(infos: Sequence[NamespaceInfo], nsid: int | None, *, where: str) -> NamespaceInfo:
+    """The namespace ``nsid`` of a ``scan``.
 
     Raises UsageError when the id is not active (naming those that are) and UnsupportedError when the
     namespace cannot be used, with the reason.
     """
-    if infos is None:
-        infos = scan(controller, deadline=deadline)
     info = next((info for info in infos if info.nsid == nsid), None)
     if info is None:
         names = ", ".join(str(active.nsid) for active in infos[:16]) or "none"
         got = "none" if nsid is None else str(nsid)
-        raise UsageError(
-            f"{controller.where}: nsid: expected one of the active namespaces ({names}), got {got}"
-        )
+        raise UsageError(f"{where}: nsid: expected one of the active namespaces ({names}), got {got}")
     if info.problem:
-        raise UnsupportedError(f"{controller.where} nsid {nsid}: {info.problem}", feature="namespace")
-    qpair_indexes = controller.attach(queue, deadline=deadline)
-    return NvmeNamespace(controller, info, queue, qpair_indexes)
+        raise UnsupportedError(f"{where} nsid {nsid}: {info.problem}", feature="namespace")
+    return info
+
+
+class ControllerSource(Protocol):
+    """Whoever makes associations: the namespace asks it for what its controllers can do."""
+
+    @property
+    def controller(self) -> Controller:
+        """The association in use, or the last one that was."""
+
+    @property
+    def fence_ns(self) -> int: ...
+
+    def forget(self, namespace: NvmeNamespace) -> None: ...
 
 
 class NvmeNamespace(BlockDevice):
-    """A namespace with the NVM command set, driven through its controller's queue pairs.
+    """A namespace with the NVM command set, reached through the controllers of its subsystem.
 
-    Reads and writes go through ``queue`` in batches (``kvdev.block``); the methods here block.
+    Reads and writes go through ``queue`` in batches (``kvdev.block``); the methods here block. A lost
+    connection shows as a pause: ``kvdev.initiator.options`` says how long, and what becomes of writes.
     """
 
     def __init__(
-        self, controller: Controller, info: NamespaceInfo, queue: HostQueue, qpair_indexes: Sequence[int]
+        self, source: ControllerSource, info: NamespaceInfo, queue: HostQueue, *, uri: TcpUri
     ) -> None:
-        """Used by ``open_namespace``."""
-        self.controller = controller
+        """Used by ``Subsystem.open_namespace``; ``uri`` is the subsystem's."""
+        controller = source.controller
+        options = controller.options
+        self._source = source
         self.info = info
-        self.uri = str(replace(controller.uri, nsid=info.nsid))
+        self.uri = str(replace(uri, nsid=info.nsid))
         self.identity = info.identity
         self.block_size_bytes = info.block_size_bytes
         self.block_count = info.block_count
@@ -261,14 +273,37 @@ class NvmeNamespace(BlockDevice):
         self.metadata_size_bytes = 0
         self.is_read_only = info.is_write_protected
         self.queue: HostQueue = queue
-        self.device_index = queue.add_namespace(
+        self.device_index = queue.add_multipath(
             nsid=info.nsid,
             block_size_bytes=info.block_size_bytes,
             block_count=info.block_count,
-            qpair_indexes=qpair_indexes,
             max_transfer_bytes=info.max_transfer_bytes,
+            recovery=Recovery(
+                fail_after_s=options.fail_after_s,
+                retry_count=options.retry_count,
+                policy=options.path_policy,
+                is_uncertain_reported=options.lost_writes is LostWrites.REPORT,
+                has_volatile_cache=self.has_volatile_cache,
+                is_cache_shared=options.is_cache_shared,
+            ),
         )
         self._is_closed = False
+
+    @property
+    def controller(self) -> Controller:
+        """The association in use, or the last one that was; another one after each loss."""
+        return self._source.controller
+
+    @property
+    def fence_ns(self) -> int:
+        """Monotonic time after which no write that was lost so far can take effect any more; 0: none was lost."""
+        return self._source.fence_ns
+
+    def resize(self, info: NamespaceInfo) -> None:
+        """The namespace has grown or shrunk (a changed namespace event)."""
+        self.info = info
+        self.block_count = info.block_count
+        self.queue.resize_device(self.device_index, info.block_count)
 
     @property
     def nsid(self) -> int:
@@ -331,6 +366,7 @@ class NvmeNamespace(BlockDevice):
         if self._is_closed:
             return
         self._is_closed = True
+        self._source.forget(self)
         if not self.queue.is_closed:
             self.queue.remove_device(self.device_index)
 

@@ -1,13 +1,15 @@
-"""How a controller is used: queue counts, digests and the bounds of every wait.
+"""How a controller is used: queue counts, digests, recovery and the bounds of every wait.
 
 Not here: which controller (``kvdev.uri``), which host (``host``).
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from kvdev.errors import UsageError
+from kvdev.native.queue import PathPolicy
 from kvdev.uri import DigestPolicy
 
 IO_QUEUE_COUNT_MAX = 16
@@ -16,6 +18,17 @@ QUEUE_DEPTH_MAX = 4095
 """A CID has 12 bits of slot beside its generation, and one submission queue slot stays empty."""
 KATO_MS_MAX = 600_000
 TIMEOUT_S_MAX = 3600.0
+RECOVERY_S_MAX = 86_400.0
+RETRY_COUNT_MAX = 255
+
+
+class LostWrites(enum.Enum):
+    """What becomes of a write that was sent and whose connection is lost."""
+
+    RETRY = "retry"
+    """It is sent again once nothing of the old association can take effect any more (Base 9.6.2)."""
+    REPORT = "report"
+    """It ends at once with UncertainWriteError; its blocks must not be used before that time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +39,18 @@ class ControllerOptions:
     ``command_timeout_s`` bounds one I/O command, after which its queue pair is given up.
     ``disable_sq_flow_control`` asks for completions without SQHD, which lets the controller end a read with
     its last data PDU. ``window_size_bytes`` is the payload kept in flight on one queue pair.
+
+    Recovery, with the names and defaults of Linux; a timeout of -1 is off, for ever. After a loss a path is
+    connected again at once, then after waits that double up to ``reconnect_delay_s``; it is given up after
+    ``ctrl_loss_tmo_s`` (0: at once, no reconnect). Commands of a namespace without a usable path wait for
+    ``fast_io_fail_tmo_s``, or for ``ctrl_loss_tmo_s`` when that is off. Where they are on,
+    reconnect_delay <= fast_io_fail <= ctrl_loss.
+
+    ``retry_count`` bounds how often a command is sent again after an error status or its time limit.
+    ``fence_wait_s`` replaces the wait of Base 9.6.2 before lost writes are sent again; ``cqt_default_s`` is
+    the last part of it for controllers that report no CQT. With ``is_peer_close_trusted`` a connection that
+    the controller closes is taken to mean that it has noticed, which a middlebox can fake.
+    ``is_cache_shared``: the controllers of a subsystem share its volatile cache, if it has one.
     """
 
     kato_ms: int = 10_000
@@ -39,6 +64,23 @@ class ControllerOptions:
     shutdown_timeout_s: float = 5.0
     disable_sq_flow_control: bool = True
     window_size_bytes: int = 1 << 20
+    reconnect_delay_s: float = 10.0
+    ctrl_loss_tmo_s: float = 600.0
+    fast_io_fail_tmo_s: float = -1
+    retry_count: int = 5
+    path_policy: PathPolicy = PathPolicy.ACTIVE_PASSIVE
+    lost_writes: LostWrites = LostWrites.RETRY
+    fence_wait_s: float | None = None
+    cqt_default_s: float = 10.0
+    is_peer_close_trusted: bool = False
+    is_cache_shared: bool = True
+
+    @property
+    def fail_after_s(self) -> float | None:
+        """How long commands wait for a usable path; None for ever."""
+        if self.fast_io_fail_tmo_s >= 0:
+            return self.fast_io_fail_tmo_s
+        return self.ctrl_loss_tmo_s if self.ctrl_loss_tmo_s >= 0 else None
 
     def __post_init__(self) -> None:
         _check_int("kato_ms", self.kato_ms, 1, KATO_MS_MAX)
@@ -58,6 +100,42 @@ class ControllerOptions:
                 raise UsageError(
                     f"{name}: expected more than 0 and at most {TIMEOUT_S_MAX:g} s, got {value!r}"
                 )
+        self._check_recovery()
+
+    def _check_recovery(self) -> None:
+        _check_int("retry_count", self.retry_count, 0, RETRY_COUNT_MAX)
+        for name, kind in (("path_policy", PathPolicy), ("lost_writes", LostWrites)):
+            if not isinstance(getattr(self, name), kind):
+                names = " or ".join(each.value for each in kind)
+                raise UsageError(f"{name}: expected {names}, got {getattr(self, name)!r}")
+        _check_seconds("reconnect_delay_s", self.reconnect_delay_s)
+        _check_seconds("ctrl_loss_tmo_s", self.ctrl_loss_tmo_s, off=-1)
+        _check_seconds("fast_io_fail_tmo_s", self.fast_io_fail_tmo_s, off=-1)
+        _check_seconds("cqt_default_s", self.cqt_default_s)
+        _check_seconds("fence_wait_s", self.fence_wait_s, off=None)
+        if self.reconnect_delay_s == 0:
+            raise UsageError(
+                "reconnect_delay_s: expected more than 0 s; ctrl_loss_tmo_s=0 turns reconnecting off"
+            )
+        fast, loss = self.fast_io_fail_tmo_s, self.ctrl_loss_tmo_s
+        if fast > loss >= 0:
+            raise UsageError(
+                f"fast_io_fail_tmo_s: expected at most ctrl_loss_tmo_s {loss:g} s, got {fast:g} s"
+            )
+        for name, value in (("fast_io_fail_tmo_s", fast), ("ctrl_loss_tmo_s", loss)):
+            if 0 < value < self.reconnect_delay_s:
+                raise UsageError(
+                    f"{name}: expected at least reconnect_delay_s {self.reconnect_delay_s:g} s, got {value:g} s"
+                )
+
+
+def _check_seconds(name: str, value: object, *, off: float | None = 0) -> None:
+    """``off`` is a value besides 0 and more that is allowed."""
+    if value == off and not isinstance(value, bool):
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= RECOVERY_S_MAX:
+        never = ", or -1 for never" if off == -1 else ""
+        raise UsageError(f"{name}: expected 0 to {RECOVERY_S_MAX:g} s{never}, got {value!r}")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

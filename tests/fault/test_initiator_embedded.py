@@ -14,6 +14,7 @@ from kvdev.block.stripe import StripeDevice
 from kvdev.clock import Deadline
 from kvdev.errors import CommandError, TransportError, UsageError
 from kvdev.geometry import Geometry
+from kvdev.initiator.event import EventKind
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.namespace import NvmeNamespace
 from kvdev.initiator.options import ControllerOptions
@@ -23,12 +24,15 @@ from kvdev.store.volume import Volume
 from kvdev.target.model import Transport
 from kvdev.testing.target import running_target
 from kvdev.uri import DigestPolicy
-from kvdev.wire.log import Lid
-from kvdev.wire.nvme import AsyncEventType, Notice
 
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
 QUICK = ControllerOptions(
-    connect_timeout_s=2.0, admin_timeout_s=2.0, command_timeout_s=2.0, shutdown_timeout_s=0.5
+    connect_timeout_s=2.0,
+    admin_timeout_s=2.0,
+    command_timeout_s=2.0,
+    shutdown_timeout_s=0.5,
+    reconnect_delay_s=0.5,
+    fast_io_fail_tmo_s=1.0,
 )
 
 
@@ -229,15 +233,15 @@ def test_events_when_namespaces_come_then_each_is_told_once_its_page_was_read() 
         Session(host=HOST, options=QUICK) as kv,
     ):
         kv.open_device(f"{target.uri}?nsid=1")
-        controller = kv.controller(target.uri)
-        assert controller.take_event(deadline=soon(0.05)) is None
+        subsystem = kv.subsystem(target.uri)
+        assert subsystem.take_event(deadline=soon(0.05)) is None
         for _ in range(3):
-            target.add_memory_namespace(size_bytes=1 << 20)
-            event = controller.take_event(deadline=soon(5))
+            nsid = target.add_memory_namespace(size_bytes=1 << 20)
+            event = subsystem.take_event(deadline=soon(5))
             assert event is not None
-            assert (event.event_type, event.info) == (AsyncEventType.NOTICE, Notice.NAMESPACE_ATTRIBUTE)
-            assert event.lid == Lid.CHANGED_NS
-        assert controller.take_event(deadline=soon(0.05)) is None
+            assert (event.kind, event.nsid) == (EventKind.NAMESPACE_ADDED, nsid)
+        assert subsystem.take_event(deadline=soon(0.05)) is None
+        controller = kv.controller(target.uri)
         kv.close()
         with pytest.raises(UsageError, match="closed"):
             controller.take_event(deadline=soon(1))

@@ -19,7 +19,11 @@ from kvdev.testing.target import RunningTarget, running_target
 
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
 QUICK = ControllerOptions(
-    connect_timeout_s=2.0, admin_timeout_s=2.0, command_timeout_s=2.0, shutdown_timeout_s=0.5
+    connect_timeout_s=2.0,
+    admin_timeout_s=2.0,
+    command_timeout_s=2.0,
+    shutdown_timeout_s=0.5,
+    ctrl_loss_tmo_s=0,
 )
 GEOMETRY = Geometry.preset("small")
 

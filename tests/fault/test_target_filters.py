@@ -27,8 +27,14 @@ from kvdev.testing.target import RunningTarget, running_target
 
 NO_DELAY = Latencies(0, 0, 0, 0)
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
+# What the target does, without the host making it good again.
 OPTIONS = ControllerOptions(
-    connect_timeout_s=2.0, admin_timeout_s=2.0, command_timeout_s=8.0, shutdown_timeout_s=0.5
+    connect_timeout_s=2.0,
+    admin_timeout_s=2.0,
+    command_timeout_s=8.0,
+    shutdown_timeout_s=0.5,
+    ctrl_loss_tmo_s=0,
+    retry_count=0,
 )
 
 

@@ -1,0 +1,209 @@
+"""Asynchronous events, retry delays and traffic based keep alive, against a scripted controller."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvdev.block.device import read_blocks
+from kvdev.clock import Deadline
+from kvdev.initiator.event import EventKind, HostEvent
+from kvdev.initiator.host import HostIdentity
+from kvdev.initiator.namespace import NvmeNamespace
+from kvdev.initiator.options import ControllerOptions
+from kvdev.initiator.subsystem import Subsystem
+from kvdev.session import Session
+from kvdev.testing.controller import GOOD_CONTROLLER, SUBNQN, ControllerScript
+from kvdev.testing.peer import PduFromHost, PeerConnection, ScriptedPeer
+from kvdev.wire.features import Fid
+from kvdev.wire.identify import CTRATT_TBKAS, OAES_NAMESPACE_ATTRIBUTE
+from kvdev.wire.log import Lid, SmartLog
+from kvdev.wire.nvme import (
+    AdminOpcode,
+    AsyncEvent,
+    AsyncEventType,
+    GetLogPageCommand,
+    Notice,
+    Sqe,
+)
+
+HOST = HostIdentity.of("nqn.2024-01.io.example:host")
+QUICK = ControllerOptions(
+    connect_timeout_s=1.0, admin_timeout_s=1.0, shutdown_timeout_s=0.3, reconnect_delay_s=0.2
+)
+
+
+def soon(seconds: float = 10.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+def wait_event(subsystem: Subsystem, kind: EventKind) -> HostEvent:
+    limit = soon()
+    while (event := subsystem.take_event(deadline=limit)) is not None:
+        if event.kind is kind:
+            return event
+    raise AssertionError(f"no event {kind.value}")
+
+
+class Announcer(ControllerScript):
+    """Holds event requests, and completes one when the test says so."""
+
+    def prepare(self) -> None:
+        self.requests: list[tuple[PeerConnection, PduFromHost]] = []
+        self.arrived = threading.Condition()
+        self.changed_ns = bytes(4096)
+        self.answer = self._answer
+
+    def _answer(self, connection: PeerConnection, pdu: PduFromHost, sqe: Sqe) -> bool:
+        if sqe.opc == AdminOpcode.ASYNC_EVENT_REQUEST:
+            with self.arrived:
+                self.requests.append((connection, pdu))
+                self.arrived.notify_all()
+            return True
+        if sqe.opc == AdminOpcode.GET_LOG_PAGE:
+            command = GetLogPageCommand.from_sqe(sqe)
+            pages = {Lid.SMART: SmartLog(critical_warning=4).build(), Lid.CHANGED_NS: self.changed_ns}
+            if command.lid in pages:
+                connection.send_read(pdu, pages[Lid(command.lid)][: command.byte_count])
+                return True
+        return False
+
+    def announce(self, event_type: int, info: int, lid: int) -> None:
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: bool(self.requests), 5), "no event request is out"
+            connection, pdu = self.requests.pop()
+        connection.send_response(pdu, dw0=AsyncEvent(event_type, info, lid).build())
+
+
+@pytest.fixture
+def announcer() -> Iterator[tuple[Announcer, Session, NvmeNamespace, Subsystem]]:
+    identify = dataclasses.replace(GOOD_CONTROLLER, aerl_0based=3, oaes=OAES_NAMESPACE_ATTRIBUTE)
+    script = Announcer(identify=identify)
+    script.prepare()
+    with ScriptedPeer(script) as peer, Session(host=HOST, options=QUICK) as kv:
+        uri = f"tcp://{peer.address}:{peer.port}/{SUBNQN}?nsid=1"
+        device = kv.open_device(uri)
+        assert isinstance(device, NvmeNamespace)
+        yield script, kv, device, kv.subsystem(uri)
+
+
+Rig = tuple[Announcer, Session, NvmeNamespace, Subsystem]
+
+
+def test_event_when_smart_warning_then_the_log_is_read_and_told(announcer: Rig) -> None:
+    script, _, _, subsystem = announcer
+    for _ in range(2):
+        script.announce(AsyncEventType.SMART, 1, Lid.SMART)
+        assert "0x04" in wait_event(subsystem, EventKind.SMART_WARNING).text
+    assert subsystem.path_infos[0].loss_count == 0
+
+
+def test_event_when_persistent_internal_error_then_the_controller_is_reset(announcer: Rig) -> None:
+    script, _, device, subsystem = announcer
+    first = device.controller
+    script.announce(AsyncEventType.ERROR, 3, Lid.ERROR)
+    wait_event(subsystem, EventKind.CONTROLLER_ERROR)
+    assert "persistent internal error" in wait_event(subsystem, EventKind.PATH_DOWN).text
+    wait_event(subsystem, EventKind.PATH_UP)
+    assert device.controller is not first
+    assert len(read_blocks(device, 0, 1, soon())) == 4096
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"\xff\xff\xff\xff",  # overflow: more than 1024 have changed
+        b"\x05\0\0\0\x03\0\0\0",  # not increasing
+        b"\x01\0\0\0" * 1024,
+        b"",
+    ],
+)
+def test_event_when_namespaces_changed_then_all_are_scanned_whatever_the_list_says(
+    announcer: Rig, page: bytes
+) -> None:
+    """S-25: the list of changed namespaces is not trusted; the scan is bounded by its own rules."""
+    script, _, device, subsystem = announcer
+    script.changed_ns = page.ljust(4096, b"\0")
+    grown = dataclasses.replace(script.namespaces[1], nsze=512, ncap=512)
+    script.namespaces = {1: grown, 7: grown}
+    script.announce(AsyncEventType.NOTICE, Notice.NAMESPACE_ATTRIBUTE, Lid.CHANGED_NS)
+    assert wait_event(subsystem, EventKind.NAMESPACE_GROWN).nsid == 1
+    assert wait_event(subsystem, EventKind.NAMESPACE_ADDED).nsid == 7
+    assert device.block_count == 512
+    assert len(read_blocks(device, 0, 1, soon())) == 4096
+
+
+def test_event_when_more_than_anyone_reads_then_the_newest_are_kept(announcer: Rig) -> None:
+    script, _, _, subsystem = announcer
+    for _ in range(300):
+        subsystem.events.put(HostEvent(EventKind.ANA_CHANGED, "x"))
+    assert subsystem.events.dropped_count == 300 - 256
+    script.announce(AsyncEventType.SMART, 1, Lid.SMART)
+    wait_event(subsystem, EventKind.SMART_WARNING)
+
+
+def test_retry_delay_when_controller_has_one_then_it_is_enabled_and_kept() -> None:
+    statuses = [0x082 | 2 << 11]
+    features: list[Sqe] = []
+
+    def answer(connection: PeerConnection, pdu: PduFromHost, sqe: Sqe) -> bool:
+        if sqe.opc == AdminOpcode.SET_FEATURES and sqe.cdw10 & 0xFF == Fid.HOST_BEHAVIOR_SUPPORT:
+            features.append(sqe)
+            assert pdu.data[0] == 1, "ACRE"
+        if sqe.opc == 2 and sqe.nsid == 1 and sqe.sgl_len == 4096 and not sqe.cdw10 and statuses:
+            connection.send_response(pdu, status=statuses.pop())
+            return True
+        return False
+
+    identify = dataclasses.replace(GOOD_CONTROLLER, crdt1_100ms=1, crdt2_100ms=3)
+    script = ControllerScript(answer=answer, identify=identify)
+    with ScriptedPeer(script) as peer, Session(host=HOST, options=QUICK) as kv:
+        device = kv.open_device(f"tcp://{peer.address}:{peer.port}/{SUBNQN}?nsid=1")
+        started = Deadline.after(0)
+        assert len(read_blocks(device, 0, 1, soon())) == 4096
+        assert 300 <= started.elapsed_ms() < 600
+    assert len(features) == 1 and not statuses
+
+
+@pytest.mark.parametrize("is_traffic_based", [False, True])
+def test_keep_alive_when_there_is_traffic_then_sent_unless_traffic_counts(is_traffic_based: bool) -> None:
+    times: list[int] = []
+
+    def answer(connection: PeerConnection, pdu: PduFromHost, sqe: Sqe) -> bool:
+        if sqe.opc == AdminOpcode.KEEP_ALIVE and connection is peer.connections[0]:
+            times.append(1)
+        return False
+
+    identify = dataclasses.replace(GOOD_CONTROLLER, ctratt=CTRATT_TBKAS if is_traffic_based else 0)
+    script = ControllerScript(answer=answer, identify=identify)
+    options = dataclasses.replace(QUICK, kato_ms=400)
+    with ScriptedPeer(script) as peer, Session(host=HOST, options=options) as kv:
+        device = kv.open_device(f"tcp://{peer.address}:{peer.port}/{SUBNQN}?nsid=1")
+        limit = soon(1.0)
+        while not limit.is_expired:
+            read_blocks(device, 0, 1, soon())
+            threading.Event().wait(0.01)
+        busy = len(times)
+        assert busy <= 1 if is_traffic_based else 3 <= busy <= 6
+        threading.Event().wait(1.0)
+        # Idle it is sent in both modes: every KATO / 2, or every KATO / 4.
+        assert len(times) - busy >= (6 if is_traffic_based else 3)
+        assert kv.subsystem(f"tcp://{peer.address}:{peer.port}/{SUBNQN}").path_infos[0].loss_count == 0
+
+
+def test_keep_alive_when_refused_then_the_association_is_given_up() -> None:
+    def answer(connection: PeerConnection, pdu: PduFromHost, sqe: Sqe) -> bool:
+        if sqe.opc == AdminOpcode.KEEP_ALIVE and connection is peer.connections[0]:
+            connection.send_response(pdu, status=0x01)
+            return True
+        return False
+
+    options = dataclasses.replace(QUICK, kato_ms=300)
+    with ScriptedPeer(ControllerScript(answer=answer)) as peer, Session(host=HOST, options=options) as kv:
+        uri = f"tcp://{peer.address}:{peer.port}/{SUBNQN}?nsid=1"
+        device = kv.open_device(uri)
+        assert "keep alive" in wait_event(kv.subsystem(uri), EventKind.PATH_DOWN).text
+        assert len(read_blocks(device, 0, 1, soon())) == 4096
