@@ -44,6 +44,7 @@ class ClientConfig:
     info_path: str
     timeout_s: float
     io_queue_count: int
+    kato_ms: int
     host_nqn: str | None
     host_id: str | None
     pause_after: int | None = None
@@ -70,7 +71,11 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
     first = trim_progress(progress_path)
     bar = Progress("replay", config.request_count)
     session = make_session(
-        config.host_nqn, config.host_id, timeout_s=config.timeout_s, io_queue_count=config.io_queue_count
+        config.host_nqn,
+        config.host_id,
+        timeout_s=config.timeout_s,
+        io_queue_count=config.io_queue_count,
+        kato_ms=config.kato_ms,
     )
     with (
         session,

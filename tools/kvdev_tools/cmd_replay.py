@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvdev_tools.connect import host_options, timeout_option
+from kvdev_tools.connect import KATO_MS_DEFAULT, host_options, timeout_option
 from kvdev_tools.geometry_options import DEFAULT_PRESET, choose_geometry, geometry_options
 from kvdev_tools.output import emit, json_option
 
@@ -47,6 +47,14 @@ REQUEST_COUNT_MAX = 1_000_000
     show_default=True,
     help="Per subsystem.",
 )
+@click.option(
+    "--keep-alive-ms",
+    "kato_ms",
+    type=click.IntRange(1, 600_000),
+    default=KATO_MS_DEFAULT,
+    show_default=True,
+    help="Keep alive timeout. After a loss, writes that were under way wait twice as long before they are sent again.",
+)
 @host_options
 @timeout_option
 @json_option
@@ -65,6 +73,7 @@ def replay(
     kill_halfway: bool,
     arena_size: str | None,
     io_queues: int,
+    kato_ms: int,
     host_nqn: str | None,
     host_id: str | None,
     timeout_s: float,
@@ -125,6 +134,7 @@ def replay(
         is_killed_halfway=kill_halfway,
         arena_size_bytes=None if arena_size is None else parse_size(arena_size, field="arena"),
         io_queue_count=io_queues,
+        kato_ms=kato_ms,
         host_nqn=host_nqn,
         host_id=host_id,
         timeout_s=timeout_s,

@@ -18,6 +18,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 TIMEOUT_S_DEFAULT = 30.0
 TIMEOUT_S_MAX = 3600.0
+KATO_MS_DEFAULT = 10_000
 
 
 def host_options(command: _Command) -> _Command:
@@ -52,7 +53,12 @@ def operation_deadline(timeout_s: float) -> Deadline:
 
 
 def make_session(
-    host_nqn: str | None, host_id: str | None, *, timeout_s: float, io_queue_count: int = 1
+    host_nqn: str | None,
+    host_id: str | None,
+    *,
+    timeout_s: float,
+    io_queue_count: int = 1,
+    kato_ms: int = KATO_MS_DEFAULT,
 ) -> Session:
     """A session as this host, every wait of which ends within the timeout."""
     from kvdev.initiator.host import HostIdentity
@@ -60,6 +66,7 @@ def make_session(
     from kvdev.session import Session
 
     options = ControllerOptions(
+        kato_ms=kato_ms,
         io_queue_count=io_queue_count,
         connect_timeout_s=min(timeout_s, 10.0),
         command_timeout_s=timeout_s,

@@ -65,6 +65,7 @@ class ReplaySettings:
     is_killed_halfway: bool
     arena_size_bytes: int | None
     io_queue_count: int
+    kato_ms: int
     host_nqn: str | None
     host_id: str | None
     timeout_s: float
@@ -125,6 +126,7 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
             info_path=str(folder / "info"),
             timeout_s=settings.timeout_s,
             io_queue_count=settings.io_queue_count,
+            kato_ms=settings.kato_ms,
             host_nqn=host_nqn,
             host_id=host_id,
         )

@@ -31,6 +31,8 @@ class RequestRecord:
     offload_ns: int
     stored_pages: int
     rss_max_bytes: int
+    flushes_lost: int = 0
+    """Flushes that could not vouch for what was written: a target had gone away with its cache."""
 
 
 _NAMES = [field.name for field in fields(RequestRecord)]

@@ -6,12 +6,13 @@ Threads: one; every call to the store is bounded by the store's own deadlines.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 import numpy as np
 
-from kvdev.errors import CorruptionError
+from kvdev.errors import CorruptionError, KvdevError, UncertainWriteError
 from kvdev.keys import KeyArray
 from kvdev.staging import Arena
 from kvdev.store import PageStatus, PageStore
@@ -20,6 +21,8 @@ from kvdev_tools.content import PageContent, request_keys
 from kvdev_tools.progress import RequestRecord, peak_rss_bytes
 from kvdev_tools.tensors import BlockAllocator, BlockTable, EngineTensors
 from kvdev_tools.trace import Request
+
+log = logging.getLogger("kvdev.tools")
 
 NowNs = Callable[[], int]
 
@@ -49,6 +52,7 @@ class Replayer:
         self._batch_page_count = batch_page_count
         self._now_ns = now_ns
         self._page_size_bytes = tensors.geometry.page_size_bytes
+        self._flushes_lost = 0
         self._content = PageContent(self._page_size_bytes)
         self._blocks = BlockAllocator(
             block_count=tensors.block_count, blocks_per_page=tensors.blocks_per_page, seed=seed
@@ -71,6 +75,7 @@ class Replayer:
             self._tensors.matches(blocks, self._content.page(key))
             for blocks, key in zip(table[:restored], keys, strict=False)
         )
+        self._flushes_lost = 0
         written, offload_ns = self._offload(keys[restored:], table[restored:])
         self._blocks.give_back(table)
         return RequestRecord(
@@ -81,6 +86,7 @@ class Replayer:
             pages_verified=restored,
             mismatches=restored - matching,
             page_errors=page_errors,
+            flushes_lost=self._flushes_lost,
             restore_ns=restore_ns,
             offload_ns=offload_ns,
             stored_pages=self._store.namespace.stat().index.live_count,
@@ -136,12 +142,23 @@ class Replayer:
                 crc32c = self._kernels.pack(self._tensors.paged_layout, table[batch], lease)
                 put = self._store.put(keys[batch], lease, checksums=crc32c)
                 if put.failure is not None:
-                    raise put.failure
+                    self._check_lost(put.failure)
                 stored += int(np.count_nonzero(put.status == PageStatus.STORED))
             spent_ns += self._now_ns() - started
         started = self._now_ns()
-        self._store.flush()
+        try:
+            self._store.flush()
+        except UncertainWriteError as error:
+            self._check_lost(error)
         return stored, spent_ns + self._now_ns() - started
+
+    def _check_lost(self, error: KvdevError) -> None:
+        """Count what a target took with it when it went away: the store has withdrawn those pages, they are put
+        again when they are asked for. Raises anything else."""
+        if not isinstance(error, UncertainWriteError):
+            raise error
+        log.warning("replay: %s", error)
+        self._flushes_lost += 1
 
 
 def _leading(flags: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:

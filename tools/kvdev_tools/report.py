@@ -31,6 +31,7 @@ class Totals:
     pages_verified: int = 0
     mismatches: int = 0
     page_errors: int = 0
+    flushes_lost: int = 0
     restore_ns: int = 0
     offload_ns: int = 0
     stored_pages: int = 0
@@ -45,6 +46,7 @@ class Totals:
         self.pages_verified += record.pages_verified
         self.mismatches += record.mismatches
         self.page_errors += record.page_errors
+        self.flushes_lost += record.flushes_lost
         self.restore_ns += record.restore_ns
         self.offload_ns += record.offload_ns
         self.stored_pages = record.stored_pages
@@ -115,6 +117,7 @@ def document(totals: Totals, run: Run) -> dict[str, Any]:
         "pages_verified": totals.pages_verified,
         "mismatches": totals.mismatches,
         "page_errors": totals.page_errors,
+        "flushes_lost": totals.flushes_lost,
         "hit_rate": totals.hit_rate,
         "bytes_restored": totals.pages_restored * page,
         "bytes_written": totals.pages_written * page,
@@ -174,6 +177,7 @@ def text(totals: Totals, run: Run) -> list[str]:
             ("elapsed", f"{run.elapsed_s:.1f} s"),
             ("pages verified", totals.pages_verified),
             ("pages unreadable", totals.page_errors),
+            ("flushes lost", totals.flushes_lost),
             ("mismatches", totals.mismatches),
         ]
     )
