@@ -96,7 +96,7 @@ struct leg {
     uint16_t controller;
     uint8_t state;                /* KVDEV_PATH_* */
     uint8_t is_suspect;           /* an ANA error came: unusable until its state is set again */
-    uint64_t dirty_ns;            /* when the first write completed that no flush covers; 0 there is none */
+    uint64_t dirty_ns;            /* when the first write was sent that has completed and no flush covers; 0: none */
     uint64_t written_ns;          /* when the last one did */
 };
 
@@ -633,8 +633,9 @@ static int cache_note(struct kvdev_queue *q, const struct path *path, uint32_t i
         return flush_done(q, device, path, index, error);
     if (changes_data(q, node)) {
         struct leg *leg = leg_of(device, path->controller);
-        if (leg && !leg->dirty_ns)
-            leg->dirty_ns = now;
+        /* When it was sent: by the time that its completion is seen, a restarted target may have a new controller. */
+        if (leg && (!leg->dirty_ns || node->send_ns < leg->dirty_ns))
+            leg->dirty_ns = node->send_ns;
         if (leg)
             leg->written_ns = now;
     }

@@ -31,7 +31,7 @@ from kvdev.testing.peer import MemoryScript, PduFromHost, PeerConnection, Script
 BLOCK = 4096
 
 
-def soon(seconds: float = 5.0) -> Deadline:
+def soon(seconds: float = 60.0) -> Deadline:
     return Deadline.after(seconds)
 
 
@@ -111,7 +111,7 @@ class Rig:
         io["device_index"] = self.device
         self.queue.submit(io)
 
-    def poll(self, count: int, *, seconds: float = 5.0) -> Any:
+    def poll(self, count: int, *, seconds: float = 60.0) -> Any:
         return self.queue.poll(min_count=count, deadline=soon(seconds))
 
     def run(self, opcode: int, buffer: GuardedBuffer | None = None, **options: Any) -> Any:
@@ -120,10 +120,21 @@ class Rig:
         assert len(done) == 1, "no completion in time"
         return done[0]
 
+    def poll_until(self, condition: Callable[[], bool]) -> None:
+        """Poll until ``condition`` holds; nothing may complete meanwhile."""
+        limit = soon()
+        while not condition():
+            assert not limit.is_expired, "it did not come to pass"
+            assert len(self.poll(1, seconds=0.01)) == 0
+
+    def lose(self, index: int) -> None:
+        """Poll until a connection of this controller is found dead; nothing may complete meanwhile."""
+        self.poll_until(lambda: self.queue.controller_info(index).has_fallen)
+
     def wait_notice(self) -> None:
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
-        assert poller.poll(5000), "no notice came"
+        assert poller.poll(60_000), "no notice came"
         os.eventfd_read(self.fd)
 
 
@@ -172,9 +183,8 @@ def test_read_when_connection_is_lost_then_sent_again_on_the_next_association(st
     index = rig.controller(bad)
     buffer = GuardedBuffer(8 * BLOCK)
     rig.submit(OPCODE_READ, buffer, slba=3)
-    assert len(rig.poll(1, seconds=0.1)) == 0
+    rig.lose(index)
     rig.wait_notice()
-    assert rig.queue.controller_info(index).has_fallen
     rig.down(index)
     assert buffer.is_untouched
     rig.up(index, good)
@@ -189,11 +199,10 @@ def test_poll_when_asleep_then_goes_on_by_itself_once_there_is_a_path(stack: Exi
     rig = Rig(stack)
     good = rig.peer(MemoryScript(bytearray(1024 * BLOCK)))
     index = rig.queue.add_controller()
-    started = Deadline.after(0)
     timer = threading.Timer(0.15, rig.up, (index, good))
     timer.start()
     assert rig.run(OPCODE_READ, GuardedBuffer(BLOCK))["error"] == 0
-    assert 140 < started.elapsed_ms() < 400
+    assert rig.queue.stats.sleeps < 50
     timer.join()
 
 
@@ -208,16 +217,18 @@ def test_write_when_lost_after_sending_then_waits_for_the_fence_and_is_sent_agai
     index = rig.controller(bad)
     buffer = GuardedBuffer(2 * BLOCK) if opcode == OPCODE_WRITE else None
     rig.submit(opcode, buffer, slba=1)
-    assert len(rig.poll(1, seconds=0.1)) == 0
-    fence_ns = rig.down(index, fence_ms=250)
+    rig.lose(index)
+    rig.down(index, fence_ms=None)
     assert rig.queue.controller_info(index).held_count == 1
-    rig.up(index, good)
     # Meanwhile the others go on.
+    other = rig.controller(good)
     assert rig.run(OPCODE_READ, GuardedBuffer(BLOCK), slba=40)["error"] == 0
-    assert SYSTEM_CLOCK.monotonic_ns() < fence_ns
+    assert rig.queue.controller_info(index).held_count == 1
+    fence_ns = rig.down(index, fence_ms=150)
     done = rig.poll(1)
     assert list(done["error"]) == [0]
-    assert fence_ns <= int(done["complete_ns"][0]) < fence_ns + 200 * NS_PER_MS
+    assert int(done["complete_ns"][0]) >= fence_ns
+    assert rig.queue.controller_info(other).is_up
     assert [command.opcode for command in seen] == [OPCODE_READ, opcode]
     expected = b"\x5a" if opcode == OPCODE_WRITE else b"\0"
     assert bytes(memory[BLOCK : 2 * BLOCK]) == expected * BLOCK
@@ -230,7 +241,7 @@ def test_write_when_fence_is_not_known_yet_then_held_until_it_is(stack: ExitStac
     good, bad = rig.peer(MemoryScript(memory)), rig.peer(dying)
     index = rig.controller(bad)
     rig.submit(OPCODE_WRITE, GuardedBuffer(BLOCK))
-    assert len(rig.poll(1, seconds=0.1)) == 0
+    rig.lose(index)
     rig.down(index, fence_ms=None)
     rig.up(index, good)
     assert len(rig.poll(1, seconds=0.1)) == 0
@@ -248,11 +259,11 @@ def test_write_when_never_sent_then_no_fence_holds_it(stack: ExitStack) -> None:
     buffers = [GuardedBuffer(BLOCK) for _ in range(8)]
     for tag, buffer in enumerate(buffers):
         rig.submit(OPCODE_WRITE, buffer, slba=tag, tag=tag)
-    assert len(rig.poll(1, seconds=0.1)) == 0
-    rig.down(index, fence_ms=300)
-    rig.up(index, good)
-    early = rig.poll(7, seconds=0.2)
-    assert sorted(early["tag"]) == list(range(1, 8))
+    rig.lose(index)
+    rig.down(index, fence_ms=None)
+    rig.controller(good)
+    assert sorted(rig.poll(7)["tag"]) == list(range(1, 8))
+    rig.down(index, fence_ms=0)
     assert list(rig.poll(1)["tag"]) == [0]
     for buffer in buffers:
         buffer.check_guards()
@@ -273,8 +284,8 @@ def test_abandon_when_writes_are_held_then_uncertain_and_the_rest_cancelled(stac
     rig = Rig(stack)
     index = rig.controller(rig.peer(dying))
     rig.submit(OPCODE_WRITE, GuardedBuffer(BLOCK), tag=1)
-    assert len(rig.poll(1, seconds=0.1)) == 0
-    rig.down(index, fence_ms=60_000)
+    rig.lose(index)
+    rig.down(index, fence_ms=None)
     rig.submit(OPCODE_WRITE, GuardedBuffer(BLOCK), tag=2)
     rig.submit(OPCODE_READ, GuardedBuffer(BLOCK), tag=3)
     rig.queue.abandon()
@@ -289,12 +300,12 @@ def test_namespace_when_no_path_for_too_long_then_fails_and_recovers(stack: Exit
     memory = bytearray(64 * BLOCK)
     index = rig.controller(rig.peer(dying))
     rig.submit(OPCODE_WRITE, GuardedBuffer(BLOCK), tag=1)
-    assert len(rig.poll(1, seconds=0.05)) == 0
-    rig.down(index, fence_ms=60_000)
+    started = Deadline.after(0)
+    rig.lose(index)
+    rig.down(index, fence_ms=None)
     rig.submit(OPCODE_READ, GuardedBuffer(BLOCK), tag=2)
-    limit = Deadline.after(0)
     done = {int(row["tag"]): int(row["error"]) for row in rig.poll(2)}
-    assert 200 < limit.elapsed_ms() < 600
+    assert started.elapsed_ms() >= 300
     assert done == {1: -EUNCERTAIN, 2: -errno.ENOTCONN}
     assert rig.run(OPCODE_READ, GuardedBuffer(BLOCK))["error"] == -errno.ENOTCONN
     rig.up(index, rig.peer(MemoryScript(memory)))
@@ -310,7 +321,10 @@ def test_command_when_every_connection_dies_under_it_then_bounded(stack: ExitSta
     done = rig.poll(0)
     while not len(done) and losses < 40:
         rig.up(index, bad)
-        done = rig.poll(1, seconds=0.05)
+        limit = soon()
+        while not len(done) and not rig.queue.controller_info(index).has_fallen:
+            assert not limit.is_expired
+            done = rig.poll(1, seconds=0.01)
         rig.down(index)
         losses += 1
     assert list(done["error"]) == [-errno.ENOTCONN]
@@ -324,13 +338,13 @@ def test_command_when_over_its_time_limit_then_retried_elsewhere_and_counted(sta
     def silent(connection: PeerConnection) -> None:
         connection.accept_ic()
         connection.receive_command()
-        released.wait(10)
+        released.wait(120)
 
     bad = rig.peer(silent)
     stack.callback(released.set)
     index = rig.controller(bad)
     rig.submit(OPCODE_READ, GuardedBuffer(BLOCK))
-    assert len(rig.poll(1, seconds=0.2)) == 0
+    rig.lose(index)
     rig.down(index)
     rig.up(index, bad)
     assert list(rig.poll(1)["error"]) == [-errno.ETIMEDOUT]
@@ -343,7 +357,7 @@ def test_late_data_when_connection_is_given_up_then_the_buffer_stays_untouched(s
     def late(connection: PeerConnection) -> None:
         connection.accept_ic()
         command = connection.receive_command()
-        go.wait(5)
+        go.wait(120)
         try:
             connection.send_read(command, bytes(16 * BLOCK))
         finally:
@@ -357,7 +371,7 @@ def test_late_data_when_connection_is_given_up_then_the_buffer_stays_untouched(s
     rig.queue.abandon()
     assert list(rig.poll(1)["error"]) == [-errno.ECANCELED]
     go.set()
-    assert sent.wait(5)
+    assert sent.wait(60)
     rig.poll(0)
     assert buffer.is_untouched
 
@@ -427,7 +441,7 @@ def test_command_when_controller_asks_for_a_delay_then_it_is_kept(stack: ExitSta
     rig.controller(rig.peer(script), retry_delays_ns=delays_ns)
     started = Deadline.after(0)
     assert rig.run(OPCODE_READ, GuardedBuffer(BLOCK))["error"] == 0
-    assert delays_ms[crd - 1] <= started.elapsed_ms() < delays_ms[crd - 1] + 100
+    assert started.elapsed_ms() >= delays_ms[crd - 1]
 
 
 # ---- paths ----
@@ -463,11 +477,11 @@ def test_paths_when_ana_error_then_other_path_and_the_log_is_asked_for(stack: Ex
 
 
 def test_paths_when_all_have_an_ana_error_then_queued_until_one_is_usable(stack: ExitStack) -> None:
-    rig = Rig(stack, fail_after_s=5)
+    rig = Rig(stack, fail_after_s=120)
     seen: list[PduFromHost] = []
     index = rig.controller(rig.peer(answering([0x303], seen, bytearray(64 * BLOCK))), has_ana=True)
     rig.submit(OPCODE_WRITE, GuardedBuffer(BLOCK))
-    assert len(rig.poll(1, seconds=0.1)) == 0
+    rig.poll_until(lambda: rig.queue.controller_info(index).has_ana_error)
     rig.queue.set_path(rig.device, index, PathState.NON_OPTIMIZED)
     assert list(rig.poll(1)["error"]) == [0]
     assert len(seen) == 2
@@ -592,6 +606,36 @@ def test_flush_when_the_other_controller_came_after_the_write_then_it_cannot_vou
     assert rig.run(OPCODE_FLUSH)["error"] == -EUNCERTAIN
 
 
+def test_flush_when_the_other_came_before_the_completion_was_seen_then_it_cannot_vouch_either(
+    stack: ExitStack,
+) -> None:
+    """The completion of a target that has crashed since may wait in the socket while its next incarnation connects."""
+    rig = flushing(stack)
+    memory = bytearray(64 * BLOCK)
+    arrived, answered, go = threading.Event(), threading.Event(), threading.Event()
+    good = MemoryScript(memory)
+
+    def slow(connection: PeerConnection) -> None:
+        connection.accept_ic()
+        command = connection.receive_command()
+        arrived.set()
+        assert go.wait(60)
+        good.serve(connection, command)
+        answered.set()
+        connection.receive_command()
+
+    first = rig.controller(rig.peer(slow))
+    # Short enough to travel with its command, so that nothing more is asked of a host that does not poll.
+    rig.submit(OPCODE_WRITE_ZEROES, slba=3)
+    rig.poll_until(arrived.is_set)
+    rig.controller(rig.peer(MemoryScript(memory)))
+    go.set()
+    assert answered.wait(60)
+    assert list(rig.poll(1)["error"]) == [0]
+    rig.down(first)
+    assert rig.run(OPCODE_FLUSH)["error"] == -EUNCERTAIN
+
+
 def test_flush_when_two_controllers_took_writes_then_both_get_it(stack: ExitStack) -> None:
     rig = flushing(stack, policy=PathPolicy.ROUND_ROBIN)
     counts: list[list[PduFromHost]] = [[], []]
@@ -621,7 +665,7 @@ def test_flush_when_in_flight_at_the_loss_then_sent_again_and_honest(stack: Exit
     index = rig.controller(rig.peer(dies_under_a_flush))
     assert rig.run(OPCODE_WRITE, GuardedBuffer(BLOCK))["error"] == 0
     rig.submit(OPCODE_FLUSH)
-    assert len(rig.poll(1, seconds=0.1)) == 0
+    rig.lose(index)
     rig.down(index)
     rig.up(index, rig.peer(MemoryScript(memory)))
     assert list(rig.poll(1)["error"]) == [-EUNCERTAIN]
@@ -703,9 +747,7 @@ def test_tables_when_changed_by_one_thread_while_another_polls_then_every_comman
     thread = threading.Thread(target=churn)
     thread.start()
     buffers = [GuardedBuffer(2 * BLOCK) for _ in range(16)]
-    completed = 0
-    limit = Deadline.after(1.5)
-    while not limit.is_expired:
+    for _ in range(200):
         for tag, buffer in enumerate(buffers):
             buffer.array[:] = 0x5A
             rig.submit(OPCODE_READ, buffer, slba=tag, tag=tag)
@@ -715,11 +757,10 @@ def test_tables_when_changed_by_one_thread_while_another_polls_then_every_comman
         for tag, buffer in enumerate(buffers):
             buffer.check_guards()
             assert buffer.array.tobytes() == bytes(memory[tag * BLOCK : (tag + 2) * BLOCK])
-        completed += 16
     is_done.set()
     thread.join()
     assert not failures
-    assert completed >= 64
+    assert rig.queue.stats.requeued > 0, "some were under way when their connection went"
 
 
 def test_poll_when_the_tables_were_changed_before_then_it_sleeps_all_the_same(stack: ExitStack) -> None:
@@ -728,7 +769,7 @@ def test_poll_when_the_tables_were_changed_before_then_it_sleeps_all_the_same(st
     def silent(connection: PeerConnection) -> None:
         connection.accept_ic()
         connection.receive_command()
-        released.wait(10)
+        released.wait(120)
 
     rig = Rig(stack)
     rig.controller(rig.peer(silent))
