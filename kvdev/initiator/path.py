@@ -342,10 +342,10 @@ class Path:
                 self.stage = PathStage.LIVE
                 self._wants_reset = ""
             subsystem.apply(self)
-        if self.loss_count or subsystem.is_open:
-            self._tell(EventKind.PATH_UP, f"after {self.attempt_count} attempts")
-        self.attempt_count = 0
+        attempt_count, self.attempt_count = self.attempt_count, 0
         self.failure = None
+        if self.loss_count or subsystem.is_open:
+            self._tell(EventKind.PATH_UP, f"after {attempt_count} attempts")
         # What happened while nobody watched.
         self.look()
 

@@ -14,8 +14,8 @@ import pytest
 
 from kvdev.block.device import flush, read_blocks, write_blocks
 from kvdev.clock import SYSTEM_CLOCK, Deadline
-from kvdev.errors import TransportError
-from kvdev.initiator.event import EventKind, HostEvent
+from kvdev.errors import ConnectionLostError, ProtocolError, TransportError
+from kvdev.initiator.event import EventKind
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.namespace import NvmeNamespace
 from kvdev.initiator.options import ControllerOptions
@@ -27,42 +27,32 @@ from kvdev.target.model import Transport
 from kvdev.testing.controller import GOOD_CONTROLLER, SUBNQN, ControllerScript
 from kvdev.testing.peer import PduFromHost, PeerConnection, ScriptedPeer
 from kvdev.testing.proxy import Relay
+from kvdev.testing.recovery import WAIT_S, nothing_left_over, soon, until, wait_event
 from kvdev.testing.target import RunningTarget, running_target
 from kvdev.wire.identify import CMIC_ANA, CMIC_MULTI_CONTROLLER, IdentifyNamespace
 from kvdev.wire.log import AnaGroup, AnaLog, AnaState, Lid
 from kvdev.wire.nvme import AdminOpcode, GetLogPageCommand, Sqe
 
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
+# The keep alive is so slow that a busy machine does not look like a lost connection.
 QUICK = ControllerOptions(
-    kato_ms=400,
-    connect_timeout_s=1.0,
-    admin_timeout_s=1.0,
+    kato_ms=4000,
+    connect_timeout_s=20.0,
+    admin_timeout_s=20.0,
     shutdown_timeout_s=0.3,
     reconnect_delay_s=0.2,
-    ctrl_loss_tmo_s=60,
+    ctrl_loss_tmo_s=120,
 )
+# Where a lost connection has to be noticed by it, or waited for.
+WATCHFUL = dataclasses.replace(QUICK, kato_ms=400)
 FAST_KEEP_ALIVE = Transport(kas=1, min_kato=100)
 IS_LONG = bool(os.environ.get("KVDEV_LONG"))
 
 
-def soon(seconds: float = 15.0) -> Deadline:
-    return Deadline.after(seconds)
-
-
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    before, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-    yield
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    assert threading.active_count() == threads
-
-
-def wait_event(subsystem: Subsystem, kind: EventKind, *, seconds: float = 10) -> HostEvent:
-    limit = soon(seconds)
-    while (event := subsystem.take_event(deadline=limit)) is not None:
-        if event.kind is kind:
-            return event
-    raise AssertionError(f"no event {kind.value}")
+    with nothing_left_over():
+        yield
 
 
 class TwoPaths:
@@ -146,10 +136,10 @@ def test_io_when_either_path_is_cut_in_turn_then_no_error_and_all_data(
 def test_io_when_paths_are_cut_at_random_then_every_byte_is_right(
     two: TwoPaths, rng: np.random.Generator, seed: int
 ) -> None:
-    """Seconds here; KVDEV_LONG makes it ten minutes."""
-    options = dataclasses.replace(QUICK, path_policy=PathPolicy.ROUND_ROBIN, fence_wait_s=0.2)
+    """Six cuts here; KVDEV_LONG makes it a thousand."""
+    options = dataclasses.replace(WATCHFUL, path_policy=PathPolicy.ROUND_ROBIN, fence_wait_s=0.2)
     print(f"seed {seed}")
-    duration_s = 600.0 if IS_LONG else 4.0
+    cut_count = 1000 if IS_LONG else 6
     is_done = threading.Event()
     cuts = 0
 
@@ -168,21 +158,20 @@ def test_io_when_paths_are_cut_at_random_then_every_byte_is_right(
         device, _ = two.open(kv)
         blocks = 256
         model = rng.integers(0, 256, (blocks, 4096), dtype=np.uint8)
-        write_blocks(device, 0, model.reshape(-1), soon(30))
+        write_blocks(device, 0, model.reshape(-1), soon())
         thread = threading.Thread(target=cut)
         thread.start()
         try:
-            limit = Deadline.after(duration_s)
             operations = 0
-            while not limit.is_expired:
+            while cuts < cut_count or operations < 4 * cut_count:
                 count = int(rng.integers(1, 33))
                 slba = int(rng.integers(0, blocks - count + 1))
                 if rng.integers(0, 2):
                     piece = rng.integers(0, 256, (count, 4096), dtype=np.uint8)
-                    write_blocks(device, slba, piece.reshape(-1), soon(30))
+                    write_blocks(device, slba, piece.reshape(-1), soon())
                     model[slba : slba + count] = piece
                 else:
-                    got = read_blocks(device, slba, count, soon(30)).reshape(count, 4096)
+                    got = read_blocks(device, slba, count, soon()).reshape(count, 4096)
                     assert np.array_equal(got, model[slba : slba + count])
                 operations += 1
         finally:
@@ -190,8 +179,7 @@ def test_io_when_paths_are_cut_at_random_then_every_byte_is_right(
             thread.join()
             for relay in two.relays:
                 relay.mend()
-        assert np.array_equal(read_blocks(device, 0, blocks, soon(30)), model.reshape(-1))
-        assert cuts >= 4 and operations > cuts
+        assert np.array_equal(read_blocks(device, 0, blocks, soon()), model.reshape(-1))
         print(f"{operations} operations, {cuts} cuts, {kv.queue.stats}")
 
 
@@ -263,7 +251,7 @@ def stale_write(two: TwoPaths, options: ControllerOptions) -> bytes:
         thread.start()
         event = wait_event(subsystem, EventKind.PATH_DOWN)
         assert "keep alive" in event.text
-        thread.join(15)
+        thread.join(WAIT_S)
         assert results == [None]
         write_blocks(device, 0, v1, soon())
         # The network finds the packets again. They are for a connection that the host has reset.
@@ -274,7 +262,7 @@ def stale_write(two: TwoPaths, options: ControllerOptions) -> bytes:
 
 
 def test_stale_write_when_the_rule_is_kept_then_it_does_not_win(two: TwoPaths) -> None:
-    assert stale_write(two, QUICK) == b"\xa1" * 4096
+    assert stale_write(two, WATCHFUL) == b"\xa1" * 4096
 
 
 def test_stale_write_when_nobody_waits_then_it_wins() -> None:
@@ -288,13 +276,13 @@ def test_stale_write_when_nobody_waits_then_it_wins() -> None:
                 first.stall()
                 thread = threading.Thread(target=write_blocks, args=(device, 0, b"\xa0" * 4096, soon()))
                 thread.start()
-                threading.Event().wait(0.1)
+                until(lambda: first.held_byte_count > 4096, "the relay holds the write")
                 subsystem.paths[0].reset("the test says so")
-                thread.join(15)
+                thread.join(WAIT_S)
                 write_blocks(device, 0, b"\xa1" * 4096, soon())
+                assert target.bdev(1).read(0, 4096) == b"\xa1" * 4096
                 first.resume()
-                threading.Event().wait(0.3)
-                assert target.bdev(1).read(0, 4096) == b"\xa0" * 4096
+                until(lambda: target.bdev(1).read(0, 4096) == b"\xa0" * 4096, "the stale write is back")
         finally:
             two.close()
 
@@ -325,11 +313,16 @@ def test_ana_when_inaccessible_everywhere_then_queued_until_it_is_not(ana: TwoPa
         device, subsystem = ana.open(kv)
         ana.ana(0, AnaState.INACCESSIBLE)
         ana.ana(1, AnaState.INACCESSIBLE)
-        timer = threading.Timer(0.4, ana.ana, (1, AnaState.NON_OPTIMIZED))
+        has_changed = threading.Event()
+
+        def change() -> None:
+            has_changed.set()
+            ana.ana(1, AnaState.NON_OPTIMIZED)
+
+        timer = threading.Timer(0.4, change)
         timer.start()
-        started = Deadline.after(0)
         assert len(read_blocks(device, 0, 1, soon())) == 4096
-        assert 300 < started.elapsed_ms() < 1500
+        assert has_changed.is_set()
         timer.join()
         assert [info.loss_count for info in subsystem.path_infos] == [0, 0]
 
@@ -337,12 +330,12 @@ def test_ana_when_inaccessible_everywhere_then_queued_until_it_is_not(ana: TwoPa
 def test_ana_when_inaccessible_for_too_long_then_fast_io_fail_bounds_it(ana: TwoPaths) -> None:
     with Session(host=HOST, options=dataclasses.replace(QUICK, fast_io_fail_tmo_s=0.5)) as kv:
         device, _ = ana.open(kv)
+        started = Deadline.after(0)
         ana.ana(0, AnaState.INACCESSIBLE)
         ana.ana(1, AnaState.INACCESSIBLE)
-        started = Deadline.after(0)
-        with pytest.raises(TransportError):
+        with pytest.raises(ConnectionLostError):
             read_blocks(device, 0, 1, soon())
-        assert 300 < started.elapsed_ms() < 1500
+        assert started.elapsed_ms() >= 500
 
 
 def ana_script(script: ControllerScript, log: Callable[[], bytes]) -> ControllerScript:
@@ -393,8 +386,8 @@ def test_ana_log_when_it_breaks_the_format_then_refused_and_bounded(
 ) -> None:
     script = ana_script(ControllerScript(), lambda: change(group(AnaState.OPTIMIZED)))
     with ScriptedPeer(script) as peer, Session(host=HOST, options=QUICK) as kv:
-        limit = soon(5)
-        with pytest.raises(Exception, match="AnaLog"):
+        limit = soon()
+        with pytest.raises(ProtocolError, match="AnaLog"):
             kv.open_device(scripted_uri(peer), deadline=limit)
         assert not limit.is_expired
 
@@ -403,13 +396,13 @@ def test_ana_when_changing_for_twice_anatt_then_the_controller_is_reset() -> Non
     states = [AnaState.CHANGE]
     script = ana_script(ControllerScript(), lambda: group(states[0]))
     with ScriptedPeer(script) as peer, Session(host=HOST, options=QUICK) as kv:
+        started = Deadline.after(0)
         device = kv.open_device(scripted_uri(peer))
         subsystem = kv.subsystem(scripted_uri(peer))
-        started = Deadline.after(0)
         timer = threading.Timer(1.0, states.__setitem__, (0, AnaState.OPTIMIZED))
         timer.start()
         event = wait_event(subsystem, EventKind.PATH_DOWN)
-        assert 1900 < started.elapsed_ms() < 3000
+        assert started.elapsed_ms() >= 2000
         assert "ANATT" in event.text
         assert len(read_blocks(device, 0, 1, soon())) == 4096
         timer.join()

@@ -18,6 +18,7 @@ from kvdev.initiator.subsystem import Subsystem
 from kvdev.session import Session
 from kvdev.testing.controller import GOOD_CONTROLLER, SUBNQN, ControllerScript
 from kvdev.testing.peer import PduFromHost, PeerConnection, ScriptedPeer
+from kvdev.testing.recovery import WAIT_S, soon, until, wait_event
 from kvdev.wire.features import Fid
 from kvdev.wire.identify import CTRATT_TBKAS, OAES_NAMESPACE_ATTRIBUTE
 from kvdev.wire.log import Lid, SmartLog
@@ -32,20 +33,8 @@ from kvdev.wire.nvme import (
 
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
 QUICK = ControllerOptions(
-    connect_timeout_s=1.0, admin_timeout_s=1.0, shutdown_timeout_s=0.3, reconnect_delay_s=0.2
+    connect_timeout_s=20.0, admin_timeout_s=20.0, shutdown_timeout_s=0.3, reconnect_delay_s=0.2
 )
-
-
-def soon(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
-
-
-def wait_event(subsystem: Subsystem, kind: EventKind) -> HostEvent:
-    limit = soon()
-    while (event := subsystem.take_event(deadline=limit)) is not None:
-        if event.kind is kind:
-            return event
-    raise AssertionError(f"no event {kind.value}")
 
 
 class Announcer(ControllerScript):
@@ -73,7 +62,7 @@ class Announcer(ControllerScript):
 
     def announce(self, event_type: int, info: int, lid: int) -> None:
         with self.arrived:
-            assert self.arrived.wait_for(lambda: bool(self.requests), 5), "no event request is out"
+            assert self.arrived.wait_for(lambda: bool(self.requests), WAIT_S), "no event request is out"
             connection, pdu = self.requests.pop()
         connection.send_response(pdu, dw0=AsyncEvent(event_type, info, lid).build())
 
@@ -164,12 +153,14 @@ def test_retry_delay_when_controller_has_one_then_it_is_enabled_and_kept() -> No
         device = kv.open_device(f"tcp://{peer.address}:{peer.port}/{SUBNQN}?nsid=1")
         started = Deadline.after(0)
         assert len(read_blocks(device, 0, 1, soon())) == 4096
-        assert 300 <= started.elapsed_ms() < 600
+        assert started.elapsed_ms() >= 300
     assert len(features) == 1 and not statuses
 
 
 @pytest.mark.parametrize("is_traffic_based", [False, True])
 def test_keep_alive_when_there_is_traffic_then_sent_unless_traffic_counts(is_traffic_based: bool) -> None:
+    """Idle it is sent in both modes: every KATO / 2, or every KATO / 4."""
+    kato_ms = 1200
     times: list[int] = []
 
     def answer(connection: PeerConnection, pdu: PduFromHost, sqe: Sqe) -> bool:
@@ -179,18 +170,21 @@ def test_keep_alive_when_there_is_traffic_then_sent_unless_traffic_counts(is_tra
 
     identify = dataclasses.replace(GOOD_CONTROLLER, ctratt=CTRATT_TBKAS if is_traffic_based else 0)
     script = ControllerScript(answer=answer, identify=identify)
-    options = dataclasses.replace(QUICK, kato_ms=400)
+    options = dataclasses.replace(QUICK, kato_ms=kato_ms)
     with ScriptedPeer(script) as peer, Session(host=HOST, options=options) as kv:
         device = kv.open_device(f"tcp://{peer.address}:{peer.port}/{SUBNQN}?nsid=1")
-        limit = soon(1.0)
-        while not limit.is_expired:
+        # A pause of our own, on a busy machine, is idle time: keep alives may be sent in it.
+        begun, quiet_count, busy_ms = Deadline.after(0), 1, 0.0
+        while busy_ms < kato_ms or (not is_traffic_based and len(times) < 2):
             read_blocks(device, 0, 1, soon())
             threading.Event().wait(0.01)
+            now_ms = begun.elapsed_ms()
+            quiet_count += int((now_ms - busy_ms) / (0.2 * kato_ms))
+            busy_ms = now_ms
+            assert busy_ms < 1000 * WAIT_S
         busy = len(times)
-        assert busy <= 1 if is_traffic_based else 3 <= busy <= 6
-        threading.Event().wait(1.0)
-        # Idle it is sent in both modes: every KATO / 2, or every KATO / 4.
-        assert len(times) - busy >= (6 if is_traffic_based else 3)
+        assert not is_traffic_based or busy <= quiet_count
+        until(lambda: len(times) >= busy + (4 if is_traffic_based else 2), "keep alives while idle")
         assert kv.subsystem(f"tcp://{peer.address}:{peer.port}/{SUBNQN}").path_infos[0].loss_count == 0
 
 

@@ -6,10 +6,10 @@ import dataclasses
 import logging
 import resource
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,49 +17,86 @@ import pytest
 from kvdev.block.device import read_blocks, write_blocks
 from kvdev.clock import NS_PER_MS, SYSTEM_CLOCK, Deadline
 from kvdev.errors import ConnectionLostError, DeadlineError, TransportError, UncertainWriteError, UsageError
-from kvdev.initiator.event import EventKind, HostEvent
+from kvdev.initiator.event import EventKind
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.namespace import NvmeNamespace
 from kvdev.initiator.options import ControllerOptions, LostWrites
 from kvdev.initiator.path import PathStage
-from kvdev.initiator.subsystem import Subsystem
 from kvdev.session import Session
 from kvdev.target.model import Transport
 from kvdev.testing.killable import KillableTarget, free_ports
 from kvdev.testing.proxy import Relay
+from kvdev.testing.recovery import WAIT_S, descriptor_count, nothing_left_over, soon, until, wait_event
 from kvdev.testing.target import RunningTarget, running_target
 
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
+# The keep alive is so slow that a busy machine does not look like a lost connection.
 QUICK = ControllerOptions(
-    kato_ms=400,
-    connect_timeout_s=1.0,
-    admin_timeout_s=1.0,
+    kato_ms=4000,
+    connect_timeout_s=20.0,
+    admin_timeout_s=20.0,
     shutdown_timeout_s=0.3,
     reconnect_delay_s=0.3,
-    ctrl_loss_tmo_s=30,
+    ctrl_loss_tmo_s=120,
 )
+# Where a lost connection has to be noticed by it, or waited for.
+WATCHFUL = dataclasses.replace(QUICK, kato_ms=400)
 FAST_KEEP_ALIVE = Transport(kas=1, min_kato=100)
-
-
-def soon(seconds: float = 15.0) -> Deadline:
-    return Deadline.after(seconds)
 
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """Descriptors and threads are as before when a test ends, whatever failed in it."""
-    before, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-    yield
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    assert threading.active_count() == threads
+    with nothing_left_over():
+        yield
 
 
-def wait_event(subsystem: Subsystem, kind: EventKind, *, seconds: float = 10) -> HostEvent:
-    limit = soon(seconds)
-    while (event := subsystem.take_event(deadline=limit)) is not None:
-        if event.kind is kind:
-            return event
-    raise AssertionError(f"no event {kind.value}")
+class SentWrite(threading.Thread):
+    """A write whose command has left this host when the constructor returns."""
+
+    def __init__(self, kv: Session, device: NvmeNamespace, data: bytes, deadline: Deadline) -> None:
+        super().__init__(daemon=True)
+        self.failure: Exception | None = None
+        self.ended_ns = 0
+        self._device, self._data, self._deadline = device, data, deadline
+
+        def sent_bytes() -> int:
+            qpairs = (kv.queue.qpair(index) for index in device.controller.qpair_indexes)
+            return sum(qpair.info.tx_bytes for qpair in qpairs)
+
+        before = sent_bytes()
+        self.start()
+        until(lambda: sent_bytes() > before, "the write is sent")
+
+    def run(self) -> None:
+        try:
+            write_blocks(self._device, 0, self._data, self._deadline)
+        except Exception as error:
+            self.failure = error
+        self.ended_ns = SYSTEM_CLOCK.monotonic_ns()
+
+    def result(self) -> None:
+        """Wait for the end; raises what it failed with."""
+        self.join(WAIT_S)
+        assert not self.is_alive(), "the write does not end"
+        if self.failure is not None:
+            raise self.failure
+
+
+class Net(NamedTuple):
+    """A target in this process, behind a network that a test makes bad."""
+
+    target: RunningTarget
+    relay: Relay
+
+    @property
+    def uri(self) -> str:
+        return through(self.relay, self.target)
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    with running_target(transport=FAST_KEEP_ALIVE) as target, Relay(("127.0.0.1", target.port)) as relay:
+        yield Net(target, relay)
 
 
 def through(relay: Relay, target: RunningTarget) -> str:
@@ -78,7 +115,7 @@ def test_io_when_target_is_killed_and_restarted_then_goes_on_by_itself(
         model = rng.integers(0, 256, 4 << 20, dtype=np.uint8)
         write_blocks(device, 0, model, soon())
         first = kv.controller(target.uri())
-        for _ in range(3):
+        for _ in range(2):
             target.kill()
             restart = threading.Timer(0.2, target.start)
             restart.start()
@@ -91,64 +128,53 @@ def test_io_when_target_is_killed_and_restarted_then_goes_on_by_itself(
         assert kv.controller(target.uri()) is not first
         assert not first.is_alive
         info = subsystem.path_infos[0]
-        assert (info.stage, info.loss_count, info.attempt_count) == (PathStage.LIVE, 3, 0)
+        assert (info.stage, info.loss_count, info.attempt_count) == (PathStage.LIVE, 2, 0)
 
 
-def test_write_when_killed_under_it_then_held_for_the_rule_and_sent_again(tmp_path: Path) -> None:
+def test_write_when_cut_under_it_then_held_for_the_rule_and_sent_again(net: Net) -> None:
     """Base 9.6.2: 2 x KATO after the last Keep Alive, then CQT, which our target reports as 100 ms."""
-    with KillableTarget(tmp_path) as target, Session(host=HOST, options=QUICK) as kv:
-        device = kv.open_device(f"{target.uri()}?nsid=1")
+    with Session(host=HOST, options=WATCHFUL) as kv:
+        device = kv.open_device(f"{net.uri}?nsid=1")
         assert isinstance(device, NvmeNamespace)
-        target.pause()
-        results: list[float] = []
-
-        def write() -> None:
-            write_blocks(device, 0, b"\x11" * 4096, soon())
-            results.append(time.monotonic())
-
-        thread = threading.Thread(target=write)
-        thread.start()
-        threading.Event().wait(0.1)
-        assert kv.queue.stats.in_flight_count == 1
-        target.kill()
-        lost = time.monotonic()
-        target.start()
-        started = time.monotonic()
-        thread.join(15)
-        # The last Keep Alive may be half of KATO old.
-        assert results[0] - lost > 0.4
-        assert results[0] - max(started, lost + 0.9) < 2
+        net.relay.stall()
+        stalled_ns = SYSTEM_CLOCK.monotonic_ns()
+        write = SentWrite(kv, device, b"\x11" * 4096, soon())
+        net.relay.cut()
+        net.relay.mend()
+        write.result()
+        # A Keep Alive is sent every KATO / 2; the last one may have come right before it, or late.
+        assert write.ended_ns > stalled_ns + (2 * 400 - 200 + 100) * NS_PER_MS
+        assert write.ended_ns >= device.fence_ns
         assert kv.queue.stats.held == 1
-        assert device.fence_ns <= SYSTEM_CLOCK.monotonic_ns()
         assert read_blocks(device, 0, 1, soon()).tobytes() == b"\x11" * 4096
 
 
-def test_write_when_reporting_then_uncertain_error_and_the_fence_is_known(tmp_path: Path) -> None:
+def test_write_when_reporting_then_uncertain_error_and_the_fence_is_known(net: Net) -> None:
     options = dataclasses.replace(QUICK, lost_writes=LostWrites.REPORT)
-    with KillableTarget(tmp_path) as target, Session(host=HOST, options=options) as kv:
-        device = kv.open_device(f"{target.uri()}?nsid=1")
+    with Session(host=HOST, options=options) as kv:
+        device = kv.open_device(f"{net.uri}?nsid=1")
         assert isinstance(device, NvmeNamespace)
-        target.pause()
-        timer = threading.Timer(0.2, target.kill)
-        timer.start()
+        net.relay.stall()
+        stalled_ns = SYSTEM_CLOCK.monotonic_ns()
+        write = SentWrite(kv, device, bytes(4096), soon())
+        net.relay.cut()
         with pytest.raises(UncertainWriteError, match="fate unknown"):
-            write_blocks(device, 0, bytes(4096), soon())
-        timer.join()
-        wait_event(kv.subsystem(target.uri()), EventKind.PATH_DOWN)
-        assert device.fence_ns > SYSTEM_CLOCK.monotonic_ns() + 100 * NS_PER_MS
+            write.result()
+        wait_event(kv.subsystem(net.uri), EventKind.PATH_DOWN)
+        assert device.fence_ns > stalled_ns + (2 * 4000 - 2000 + 100) * NS_PER_MS
 
 
-def test_write_when_the_deadline_ends_while_held_then_uncertain(tmp_path: Path) -> None:
-    options = dataclasses.replace(QUICK, fence_wait_s=60)
-    with KillableTarget(tmp_path) as target, Session(host=HOST, options=options) as kv:
-        device = kv.open_device(f"{target.uri()}?nsid=1")
-        target.pause()
-        timer = threading.Timer(0.2, target.kill)
-        timer.start()
+def test_write_when_the_deadline_ends_while_held_then_uncertain(net: Net) -> None:
+    options = dataclasses.replace(QUICK, fence_wait_s=600)
+    with Session(host=HOST, options=options) as kv:
+        device = kv.open_device(f"{net.uri}?nsid=1")
+        assert isinstance(device, NvmeNamespace)
+        net.relay.stall()
+        write = SentWrite(kv, device, bytes(4096), soon(1))
+        net.relay.cut()
         with pytest.raises(UncertainWriteError):
-            write_blocks(device, 0, bytes(4096), soon(0.8))
-        timer.join()
-        target.start()
+            write.result()
+        net.relay.mend()
         assert len(read_blocks(device, 0, 1, soon())) == 4096
 
 
@@ -160,16 +186,14 @@ def test_io_when_target_stays_away_then_fast_io_fail_and_ctrl_loss_bound_it(tmp_
     with KillableTarget(tmp_path) as target, Session(host=HOST, options=options) as kv:
         device = kv.open_device(f"{target.uri()}?nsid=1")
         subsystem = kv.subsystem(target.uri())
-        target.kill()
         started = Deadline.after(0)
+        target.kill()
         with pytest.raises(ConnectionLostError, match="connection lost"):
             read_blocks(device, 0, 1, soon())
-        assert 350 < started.elapsed_ms() < 900
-        # From here on at once, until it is back.
-        started = Deadline.after(0)
+        assert started.elapsed_ms() >= 400
+        # From here on without waiting, until it is back.
         with pytest.raises(ConnectionLostError):
             read_blocks(device, 0, 1, soon())
-        assert started.elapsed_ms() < 100
         ended = wait_event(subsystem, EventKind.PATH_ENDED)
         assert "ctrl_loss_tmo 1.2 s" in ended.text and "refused" in ended.text
         assert subsystem.is_ended
@@ -179,112 +203,87 @@ def test_io_when_target_stays_away_then_fast_io_fail_and_ctrl_loss_bound_it(tmp_
         assert len(read_blocks(kv.open_device(f"{target.uri()}?nsid=1"), 0, 1, soon())) == 4096
 
 
-def test_io_when_recovery_is_off_then_fails_at_once(tmp_path: Path) -> None:
-    options = dataclasses.replace(QUICK, ctrl_loss_tmo_s=0)
-    with KillableTarget(tmp_path) as target, Session(host=HOST, options=options) as kv:
-        device = kv.open_device(f"{target.uri()}?nsid=1")
-        target.kill()
-        started = Deadline.after(0)
+def test_io_when_recovery_is_off_then_fails_at_once(net: Net) -> None:
+    with Session(host=HOST, options=dataclasses.replace(QUICK, ctrl_loss_tmo_s=0)) as kv:
+        device = kv.open_device(f"{net.uri}?nsid=1")
+        subsystem = kv.subsystem(net.uri)
+        net.relay.cut()
         with pytest.raises(ConnectionLostError):
             read_blocks(device, 0, 1, soon())
-        assert started.elapsed_ms() < 500
+        assert "reconnecting is off" in wait_event(subsystem, EventKind.PATH_ENDED).text
 
 
-def test_close_when_target_is_gone_or_silent_then_bounded(tmp_path: Path) -> None:
-    with KillableTarget(tmp_path) as target:
-        for is_killed in (False, True):
-            kv = Session(host=HOST, options=QUICK)
-            kv.open_device(f"{target.uri()}?nsid=1")
-            target.kill() if is_killed else target.pause()
-            threading.Event().wait(0.6)  # connecting again, or waiting for a keep alive
-            limit = soon(2.5)
-            kv.close()
-            assert not limit.is_expired
-            if not is_killed:
-                target.resume()
-
-
-def test_reconnect_when_address_drops_packets_then_close_does_not_wait_for_it() -> None:
-    """The relay accepts and says nothing: the attempt hangs in the ICResp."""
-    with running_target(transport=FAST_KEEP_ALIVE) as target, Relay(("127.0.0.1", target.port)) as relay:
-        options = dataclasses.replace(QUICK, connect_timeout_s=30.0)
-        kv = Session(host=HOST, options=options)
-        kv.open_device(f"{through(relay, target)}?nsid=1")
-        relay.stall()
-        wait_event(kv.subsystem(through(relay, target)), EventKind.PATH_DOWN)
-        threading.Event().wait(0.2)
-        limit = soon(2)
-        kv.close()
-        assert not limit.is_expired
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_close_when_target_is_gone_or_silent_then_bounded(net: Net, is_silent: bool) -> None:
+    """It is connecting again meanwhile: without an answer, or refused."""
+    options = dataclasses.replace(WATCHFUL, connect_timeout_s=300.0, admin_timeout_s=300.0)
+    kv = Session(host=HOST, options=options)
+    kv.open_device(f"{net.uri}?nsid=1")
+    net.relay.stall() if is_silent else net.relay.cut()
+    wait_event(kv.subsystem(net.uri), EventKind.PATH_DOWN)
+    limit = soon()
+    kv.close()
+    assert not limit.is_expired
 
 
 def test_controllers_when_a_hundred_wait_for_a_dead_port_then_little_cpu_and_no_descriptors() -> None:
-    """Under 2 % of a core, over the time in which the waits between attempts have grown to their limit."""
-    count, seconds = 100, 3.0
-    options = dataclasses.replace(QUICK, reconnect_delay_s=10.0, ctrl_loss_tmo_s=600, kato_ms=60_000)
+    """Under 2 % of a core for a hundred: 2 ms of CPU time for an attempt, of which each makes one in ten seconds."""
+    count, delay_s = 100, 10.0
+    options = dataclasses.replace(QUICK, reconnect_delay_s=delay_s, ctrl_loss_tmo_s=600, kato_ms=60_000)
     with running_target(transport=Transport(max_queue_depth=16)) as target:
         kv = Session(host=HOST, options=options)
-        nothing = len(list(Path("/proc/self/fd").iterdir()))
+        before = descriptor_count()
         subsystems = []
         for index in range(count):
             name = f"nqn.2024-01.io.kvdev:many{index}"
             target.add_subsystem(name)
             subsystems.append(kv.subsystem(f"tcp://127.0.0.1:{target.port}/{name}"))
+
     # The target is gone: its port refuses.
+    def attempts() -> list[int]:
+        return [each.path_infos[0].attempt_count for each in subsystems]
+
     try:
-        pause = threading.Event()
-        limit = soon(20)
-        while not limit.is_expired and any(each.path_infos[0].attempt_count < 6 for each in subsystems):
-            pause.wait(0.1)
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        pause.wait(seconds)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        spent_s = (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
-        assert spent_s / seconds < 0.02, f"{100 * spent_s / seconds:.2f} % of a core"
-        assert len(list(Path("/proc/self/fd").iterdir())) <= nothing + 8
-        limit = soon(10)
+        until(lambda: min(attempts()) >= 3, "everyone has begun")
+        first, started = sum(attempts()), resource.getrusage(resource.RUSAGE_SELF)
+        until(lambda: min(attempts()) >= 5, "everyone goes on")
+        last, ended = sum(attempts()), resource.getrusage(resource.RUSAGE_SELF)
+        spent_s = (ended.ru_utime - started.ru_utime) + (ended.ru_stime - started.ru_stime)
+        part = spent_s / (last - first) * count / delay_s
+        print(f"{100 * part:.2f} % of a core, {1e3 * spent_s / (last - first):.2f} ms per attempt")
+        assert part < 0.02
+        # One for the session's own wake-ups; the rest are attempts under way.
+        assert descriptor_count() <= before + 1 + count
     finally:
         kv.close()
-    assert not limit.is_expired
 
 
 # ---- keep alive ----
 
 
-def test_keep_alive_when_its_answer_is_lost_then_noticed_within_kato_and_reconnected() -> None:
-    with (
-        running_target(transport=FAST_KEEP_ALIVE) as target,
-        Relay(("127.0.0.1", target.port)) as relay,
-        Session(host=HOST, options=QUICK) as kv,
-    ):
-        device = kv.open_device(f"{through(relay, target)}?nsid=1")
-        subsystem = kv.subsystem(through(relay, target))
-        relay.stall()
-        started = Deadline.after(0)
-        event = wait_event(subsystem, EventKind.PATH_DOWN)
-        # Sent every KATO / 2, given up after KATO.
-        assert 350 < started.elapsed_ms() < 900
-        assert "keep alive" in event.text
-        relay.mend()
+def test_keep_alive_when_its_answer_is_lost_then_noticed_within_kato_and_reconnected(net: Net) -> None:
+    with Session(host=HOST, options=WATCHFUL) as kv:
+        device = kv.open_device(f"{net.uri}?nsid=1")
+        subsystem = kv.subsystem(net.uri)
+        net.relay.stall()
+        # Sent every KATO / 2, given up after KATO, which is 400 ms; nothing else would notice within a minute.
+        assert "keep alive" in wait_event(subsystem, EventKind.PATH_DOWN, seconds=20).text
+        net.relay.mend()
         wait_event(subsystem, EventKind.PATH_UP)
         assert len(read_blocks(device, 0, 1, soon())) == 4096
 
 
-def test_command_when_over_its_time_limit_then_controller_is_reset_and_the_command_retried() -> None:
+def test_command_when_over_its_time_limit_then_controller_is_reset_and_the_command_retried(net: Net) -> None:
     """The I/O connection hangs while the admin one works: CC.EN is cleared, which is a fence."""
-    options = dataclasses.replace(QUICK, command_timeout_s=0.3, kato_ms=5000)
-    with (
-        running_target(transport=FAST_KEEP_ALIVE) as target,
-        Relay(("127.0.0.1", target.port)) as relay,
-        Session(host=HOST, options=options) as kv,
-    ):
-        device = kv.open_device(f"{through(relay, target)}?nsid=1")
-        subsystem = kv.subsystem(through(relay, target))
-        close = relay.strand()  # the I/O queue pair's
+    options = dataclasses.replace(QUICK, command_timeout_s=0.3, kato_ms=20_000)
+    with Session(host=HOST, options=options) as kv:
+        device = kv.open_device(f"{net.uri}?nsid=1")
+        subsystem = kv.subsystem(net.uri)
+        close = net.relay.strand()  # the I/O queue pair's
         try:
             started = Deadline.after(0)
             write_blocks(device, 0, b"\x22" * 4096, soon())
-            assert 300 < started.elapsed_ms() < 1500, "not 2 x KATO"
+            assert 300 <= started.elapsed_ms() < 2 * 20_000, "not 2 x KATO"
             event = wait_event(subsystem, EventKind.PATH_DOWN)
             assert "command 0x01" in event.text
             assert read_blocks(device, 0, 1, soon()).tobytes() == b"\x22" * 4096
@@ -296,10 +295,9 @@ def test_command_when_over_its_time_limit_then_controller_is_reset_and_the_comma
 
 
 def test_namespace_when_grown_shrunk_replaced_or_removed_then_told_and_acted_on(tmp_path: Path) -> None:
-    options = dataclasses.replace(QUICK, kato_ms=2000)
     with (
         running_target(namespace_count=1, transport=FAST_KEEP_ALIVE) as target,
-        Session(host=HOST, options=options) as kv,
+        Session(host=HOST, options=QUICK) as kv,
     ):
         identity = uuid.UUID(int=7)
 
@@ -354,28 +352,24 @@ def test_namespace_when_another_one_is_there_after_a_restart_then_it_is_not_writ
             relay.target = ("127.0.0.1", second.port)
             wait_event(subsystem, EventKind.NAMESPACE_REPLACED)
             with pytest.raises(TransportError, match="gone, or another one"):
-                write_blocks(device, 0, b"\x44" * 4096, soon(2))
+                write_blocks(device, 0, b"\x44" * 4096, soon())
             assert second.bdev(1).read(0, 4096) == bytes(4096)
     finally:
         kv.close()
         relay.close()
 
 
-def test_loss_when_it_happens_then_one_line_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        running_target(transport=FAST_KEEP_ALIVE) as target,
-        Relay(("127.0.0.1", target.port)) as relay,
-        Session(host=HOST, options=QUICK) as kv,
-    ):
-        device = kv.open_device(f"{through(relay, target)}?nsid=1")
+def test_loss_when_it_happens_then_one_line_is_logged(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    with Session(host=HOST, options=QUICK) as kv:
+        device = kv.open_device(f"{net.uri}?nsid=1")
         with caplog.at_level(logging.INFO, logger="kvdev.initiator"):
-            relay.cut()
-            wait_event(kv.subsystem(through(relay, target)), EventKind.PATH_DOWN)
-            relay.mend()
+            net.relay.cut()
+            wait_event(kv.subsystem(net.uri), EventKind.PATH_DOWN)
+            net.relay.mend()
             assert len(read_blocks(device, 0, 1, soon())) == 4096
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert sum("connection lost" in line for line in lines) == 1
-    assert f"127.0.0.1:{relay.port}" in lines[0]
+    assert f"127.0.0.1:{net.relay.port}" in lines[0]
 
 
 # ---- stopped, not dead ----
@@ -383,9 +377,9 @@ def test_loss_when_it_happens_then_one_line_is_logged(caplog: pytest.LogCaptureF
 
 def test_target_when_stopped_for_twice_kato_then_late_writes_do_not_win(tmp_path: Path) -> None:
     """S-21: what sat in the sockets of a stopped target is executed when it goes on; the host has waited for it."""
-    with KillableTarget(tmp_path) as target, Session(host=HOST, options=QUICK) as kv:
+    with KillableTarget(tmp_path) as target, Session(host=HOST, options=WATCHFUL) as kv:
         device = kv.open_device(f"{target.uri()}?nsid=1")
-        for round_index in range(3):
+        for round_index in range(2):
             value = bytes([round_index + 1]) * 4096
             target.pause()
             timer = threading.Timer(1.0, target.resume)
@@ -403,16 +397,14 @@ def test_target_when_never_there_then_first_connect_says_so_at_once() -> None:
         Session(host=HOST, options=QUICK) as kv,
         pytest.raises(TransportError, match="is the target listening"),
     ):
-        kv.open_device(f"tcp://127.0.0.1:{port}/nqn.2024-01.io.kvdev:none?nsid=1", deadline=soon(5))
+        kv.open_device(f"tcp://127.0.0.1:{port}/nqn.2024-01.io.kvdev:none?nsid=1", deadline=soon())
 
 
-def test_read_when_deadline_ends_while_reconnecting_then_deadline_error(tmp_path: Path) -> None:
-    with KillableTarget(tmp_path) as target, Session(host=HOST, options=QUICK) as kv:
-        device = kv.open_device(f"{target.uri()}?nsid=1")
-        target.kill()
-        started = Deadline.after(0)
-        with pytest.raises((DeadlineError, ConnectionLostError)):
+def test_read_when_deadline_ends_while_reconnecting_then_deadline_error(net: Net) -> None:
+    with Session(host=HOST, options=QUICK) as kv:
+        device = kv.open_device(f"{net.uri}?nsid=1")
+        net.relay.cut()
+        with pytest.raises(DeadlineError):
             read_blocks(device, 0, 1, soon(0.5))
-        assert started.elapsed_ms() < 1000
-        target.start()
+        net.relay.mend()
         assert len(read_blocks(device, 0, 1, soon())) == 4096
