@@ -97,7 +97,7 @@ typecheck: dev ## mypy --strict
 
 # The sanitized core lives in a copy of the tree, so that the ordinary one stays usable.
 ASAN := build/asan
-ASAN_TESTS ?= tests/unit/native tests/unit/target tests/unit/store tests/golden tests/property tests/fault
+ASAN_TESTS ?= tests/unit/native tests/unit/block tests/unit/target tests/unit/store tests/golden tests/property tests/fault
 # Python above the core that no sanitizer sees into: configuration, plans, the command line, Numba's kernels.
 ASAN_SKIPS := $(addprefix --ignore=,$(addprefix tests/unit/target/test_rpc_,model.py recorded.py schema.py serve.py server.py) \
     tests/property/test_layout_moves.py tests/property/test_plan_apply.py tests/fault/test_cli_bad_input.py tests/fault/test_replay_target_gone.py)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvdev.block.device import BlockDevice
-from kvdev.block.file import FileDevice
+from kvdev.block.file import EngineChoice, FileDevice, FileOptions, choose_engine
 from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
 from kvdev.errors import CorruptionError, KvdevError, UsageError
@@ -25,6 +25,7 @@ from kvdev.initiator.options import ControllerOptions
 from kvdev.initiator.subsystem import Subsystem
 from kvdev.initiator.supervisor import Supervisor
 from kvdev.native.admin import AdminThread
+from kvdev.native.file import REGION_COUNT_MAX, FileEngine, Region
 from kvdev.native.queue import HostQueue
 from kvdev.staging import Arena
 from kvdev.uri import (
@@ -64,7 +65,8 @@ QUEUE_CAPACITY_COUNT = 16384
 class Session:
     """Everything opened through it is closed by ``close``, in the reverse order, in bounded time.
 
-    NVMe/TCP and vhost-user devices share one queue, and controllers are shared by the namespaces of a subsystem.
+    All devices but memory share one queue, controllers are shared by the namespaces of a subsystem, and files by the
+    engine that moves their data.
     """
 
     def __init__(
@@ -87,6 +89,9 @@ class Session:
         self._memories: dict[str, MemoryDevice] = {}
         self._vhosts: list[VhostDevice] = []
         self._shared: list[SharedMemory] = []
+        self._arenas: list[Arena] = []
+        self._engines: dict[tuple[str, bool], EngineChoice] = {}
+        self._regions: list[tuple[Arena, FileEngine, Region]] = []
         self._closers: list[tuple[str, Callable[[Deadline], None]]] = []
         self._is_closed = False
 
@@ -107,7 +112,7 @@ class Session:
 
     @property
     def queue(self) -> HostQueue:
-        """The queue of all NVMe/TCP and vhost-user devices."""
+        """The queue of all devices but memory."""
         self._check_open()
         if self._queue is None:
             self._queue = HostQueue(
@@ -195,7 +200,7 @@ class Session:
             infos = self._scan(subsystem, scans, deadline)
             device = subsystem.open_namespace(uri.nsid, self.queue, infos=infos, deadline=deadline)
         elif isinstance(uri, FileUri):
-            device = FileDevice(uri.path)
+            device = self._open_file(uri)
         else:
             device = self._open_vhost(uri, deadline)
         self._closers.append((str(uri), lambda _: device.close()))
@@ -307,6 +312,46 @@ class Session:
             )
         return usable
 
+    def _open_file(self, uri: FileUri) -> FileDevice:
+        usual = FileOptions()
+        options = FileOptions(
+            engine=uri.engine or usual.engine,
+            direct=uri.direct or usual.direct,
+            depth=uri.depth or usual.depth,
+            is_polled=bool(uri.is_polled),
+        )
+        choice = self._engine(options)
+        return FileDevice(uri.path, options=options, queue=self.queue, choice=choice)
+
+    def _engine(self, options: FileOptions) -> EngineChoice:
+        """The engine of all files with these options, made on first use."""
+        key = (options.engine, options.is_polled)
+        if key not in self._engines:
+            self._engines[key] = choose_engine(options.engine, wants_iopoll=options.is_polled)
+            for arena in self._arenas:
+                self._register(arena, self._engines[key].engine)
+        return self._engines[key]
+
+    def _register(self, arena: Arena, engine: FileEngine) -> None:
+        """Have an engine know where payload will lie."""
+        if arena.is_closed or len(engine.regions) == REGION_COUNT_MAX:
+            return  # payload there is pinned by each operation instead
+        region = engine.add_region(arena.address, arena.size_bytes, keep=arena.bytes(), hold=arena.hold)
+        self._regions.append((arena, engine, region))
+        if region.refusal:
+            log.warning("arena of %d bytes: not registered: %s", arena.size_bytes, region.refusal)
+
+    def _note_arena(self, arena: Arena) -> None:
+        """Register an arena with every engine, now and later, and let go of those that were closed."""
+        for each, engine, region in self._regions:
+            if each.is_closed:
+                engine.remove_region(region)
+        self._regions = [item for item in self._regions if not item[0].is_closed]
+        self._arenas = [each for each in self._arenas if not each.is_closed]
+        self._arenas.append(arena)
+        for choice in self._engines.values():
+            self._register(arena, choice.engine)
+
     def _open_vhost(self, uri: VhostUri, deadline: Deadline) -> VhostDevice:
         device = VhostDevice(
             uri.path, self.queue, memory=self._shared, options=self.vhost_options, deadline=deadline
@@ -326,11 +371,18 @@ class Session:
         for device in self._vhosts:
             device.share(shared, deadline=deadline)
         self._shared.append(shared)
+        if isinstance(memory, Arena):
+            self._note_arena(memory)
 
     def make_arena(self, size_bytes: int) -> Arena:
-        """A staging arena that all devices open now can reach; the caller's to close."""
+        """A staging arena that all devices open now can reach; the caller's to close.
+
+        With file devices its memory stays mapped until the next arena is made or the session closes.
+        """
         if not self._vhosts:
-            return Arena(size_bytes)
+            arena = Arena(size_bytes)
+            self._note_arena(arena)
+            return arena
         arena = Arena(size_bytes, is_shareable=True)
         try:
             self.share(arena)
@@ -372,6 +424,7 @@ class Session:
         if self._queue is not None:
             queue = self._queue
             closers.append(("queue", lambda _: queue.close()))
+        closers += [(f"engine {name}", self._engine_closer(name)) for name in self._engines]
         if self._admin is not None:
             admin = self._admin
             closers.append(("admin thread", lambda _: admin.close()))
@@ -388,8 +441,14 @@ class Session:
         self._memories.clear()
         self._vhosts.clear()
         self._shared.clear()
+        self._arenas.clear()
+        self._regions.clear()
         if interrupt is not None:
             raise interrupt
+
+    def _engine_closer(self, key: tuple[str, bool]) -> Callable[[Deadline], None]:
+        engine = self._engines[key].engine
+        return lambda _: engine.close()
 
     def _check_open(self) -> None:
         if self._is_closed:

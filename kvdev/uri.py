@@ -130,12 +130,26 @@ class TcpUri:
 
 @dataclass(frozen=True)
 class FileUri:
-    """A regular file or block device of this machine."""
+    """A regular file or block device of this machine; options are None when not given."""
 
     path: str
+    engine: str | None = None
+    direct: str | None = None
+    depth: int | None = None
+    is_polled: bool | None = None
 
     def __str__(self) -> str:
-        return f"file:{quote(self.path, safe=_SAFE_IN_PATH)}"
+        options = []
+        if self.engine is not None:
+            options.append(f"engine={self.engine}")
+        if self.direct is not None:
+            options.append(f"direct={self.direct}")
+        if self.depth is not None:
+            options.append(f"depth={self.depth}")
+        if self.is_polled is not None:
+            options.append(f"poll={'on' if self.is_polled else 'off'}")
+        query = "?" + "&".join(options) if options else ""
+        return f"file:{quote(self.path, safe=_SAFE_IN_PATH)}{query}"
 
 
 @dataclass(frozen=True)
@@ -312,16 +326,48 @@ def _parse_device(text: str) -> DeviceUri:
         return _parse_tcp(text, rest)
     if scheme == "mem":
         return _parse_mem(text, rest)
-    if scheme in ("file", "vhost"):
+    if scheme == "file":
+        return _parse_file(text, rest)
+    if scheme == "vhost":
         path_text, has_query, query = rest.partition("?")
         if has_query:
             raise UsageError(
-                f"uri: {query!r}: expected no options after {scheme}:, got {text!r}; "
+                f"uri: {query!r}: expected no options after vhost:, got {text!r}; write %3F for a ? in the path"
+            )
+        return VhostUri(_parse_path(path_text, scheme=scheme, text=text))
+    raise UsageError(f"uri: scheme {scheme!r}: expected {_FORMS}, got {text!r}")
+
+
+FILE_ENGINES = ("auto", "io_uring", "threads")
+FILE_DIRECT = ("auto", "on", "off")
+FILE_DEPTH_MAX = 4096
+
+
+def _parse_file(text: str, rest: str) -> FileUri:
+    path_text, _, query = rest.partition("?")
+    options: dict[str, str] = {}
+    for name, value in _options(query, text=text):
+        if name not in ("engine", "direct", "depth", "poll"):
+            raise UsageError(
+                f"uri: option {name!r}: expected engine, direct, depth or poll in {text!r}; "
                 f"write %3F for a ? in the path"
             )
-        path = _parse_path(path_text, scheme=scheme, text=text)
-        return FileUri(path) if scheme == "file" else VhostUri(path)
-    raise UsageError(f"uri: scheme {scheme!r}: expected {_FORMS}, got {text!r}")
+        if name in options:
+            raise UsageError(f"uri: {name}: is given twice in {text!r}")
+        options[name] = value
+    for name, choices in (("engine", FILE_ENGINES), ("direct", FILE_DIRECT), ("poll", ("on", "off"))):
+        if name in options and options[name] not in choices:
+            raise UsageError(f"uri: {name}: expected {', '.join(choices)}, got {options[name]!r} in {text!r}")
+    depth = options.get("depth")
+    if depth is not None and not (_NUMBER.fullmatch(depth) and 1 <= int(depth) <= FILE_DEPTH_MAX):
+        raise UsageError(f"uri: depth: expected 1 to {FILE_DEPTH_MAX}, got {depth!r} in {text!r}")
+    return FileUri(
+        _parse_path(path_text, scheme="file", text=text),
+        engine=options.get("engine"),
+        direct=options.get("direct"),
+        depth=None if depth is None else int(depth),
+        is_polled=options["poll"] == "on" if "poll" in options else None,
+    )
 
 
 def _parse_tcp(text: str, rest: str) -> TcpUri:
@@ -403,7 +449,7 @@ def _parse_volume(text: str) -> VolumeUri:
         if member_text.startswith(("vol:", "vol+")):
             raise UsageError(f"uri: member {member_index}: expected a device, got a volume in {text!r}")
         member = _parse_device(member_text)
-        if member in members:
+        if member in members or _file_path(member) in map(_file_path, members):
             raise UsageError(f"uri: member {member_index}: {member_text} is named twice in {text!r}")
         if isinstance(member, TcpUri) and member.nsid is None:
             raise UsageError(
@@ -412,6 +458,11 @@ def _parse_volume(text: str) -> VolumeUri:
             )
         members.append(member)
     return VolumeUri(members=tuple(members))
+
+
+def _file_path(uri: DeviceUri) -> object:
+    """A file is the same one whatever the options; anything else is like itself alone."""
+    return uri.path if isinstance(uri, FileUri) else uri
 
 
 def _options(query: str, *, text: str) -> Iterator[tuple[str, str]]:

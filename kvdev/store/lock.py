@@ -1,7 +1,8 @@
 """Locks of one host: who owns a KV namespace, who changes a volume, who uses the devices under them.
 
 An open-file-description lock on a file in a per-user folder, named after the UUID and holding the
-owner's pid; on file members a lock on the file itself too, so that another user is excluded as well.
+owner's pid; on file members a lock on the file itself too, so that another user is excluded as well, and so that
+writes of a process that was killed have ended before there is a next owner.
 Whoever holds one also shares the devices; making a volume takes them for itself alone.
 Not here: fencing of other hosts.
 """
@@ -15,15 +16,20 @@ import hashlib
 import os
 import stat
 import struct
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvdev.block.device import BlockDevice
 from kvdev.block.file import FileDevice
 from kvdev.block.memory import MemoryDevice
+from kvdev.clock import Deadline
 from kvdev.errors import UsageError
 
 _FLOCK = struct.Struct("hhqqi4x")
+LINGER_S = 1.0
+"""A killed process holds the locks of its member files until the kernel has ended its operations: normally moments."""
+LINGER_PAUSE_S = 0.01
 MEMBER_LOCK_OFFSET = 1 << 62
 """Locks on a member file lie far past its end, so that they meet nobody's lock on its bytes."""
 
@@ -88,7 +94,7 @@ class _Locks:
 
     def _lock_member(self, what: str, member: FileDevice, offset: int, size_bytes: int = 1) -> None:
         kind = fcntl.F_RDLCK if member.is_read_only else fcntl.F_WRLCK
-        if not _try_lock(member.fd, kind, offset, size_bytes):
+        if not _lock_soon(member.fd, kind, offset, size_bytes):
             raise LockHeldError(
                 f"{what}: {member.uri} is locked by another process of this host; stop it first", pid=0
             )
@@ -171,6 +177,17 @@ def _try_lock(fd: int, kind: int, offset: int, size_bytes: int = 1) -> bool:
         if refusal.errno in (errno.EAGAIN, errno.EACCES):
             return False
         raise
+    return True
+
+
+def _lock_soon(fd: int, kind: int, offset: int, size_bytes: int) -> bool:
+    """As ``_try_lock``, with time for the operations of a process that has just died."""
+    deadline = Deadline.after(LINGER_S)
+    pause = threading.Event()
+    while not _try_lock(fd, kind, offset, size_bytes):
+        if deadline.is_expired:
+            return False
+        pause.wait(LINGER_PAUSE_S)
     return True
 
 

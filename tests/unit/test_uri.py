@@ -11,6 +11,10 @@ from hypothesis import strategies as st
 from kvdev.errors import UsageError
 from kvdev.uri import (
     DISCOVERY_NQN,
+    FILE_DEPTH_MAX,
+    FILE_DIRECT,
+    FILE_ENGINES,
+    DeviceUri,
     DigestPolicy,
     FileUri,
     KvNamespaceUri,
@@ -60,6 +64,14 @@ A = TcpAddress("192.0.2.1", 4420)
         ),
         ("file:/dev/nvme0n1", FileUri("/dev/nvme0n1")),
         ("file:///var/tmp/a%2Cb", FileUri("/var/tmp/a,b")),
+        (
+            "file:/a?engine=threads&direct=off&depth=4096&poll=on",
+            FileUri("/a", engine="threads", direct="off", depth=4096, is_polled=True),
+        ),
+        (
+            "vol:file:/a?depth=1,file:/b?poll=off",
+            VolumeUri((FileUri("/a", depth=1), FileUri("/b", is_polled=False))),
+        ),
         ("vhost:/run/spdk/vhost.0", VhostUri("/run/spdk/vhost.0")),
         ("mem:a", MemUri("a")),
         ("mem:a?size=64MiB", MemUri("a", 64 << 20)),
@@ -122,7 +134,17 @@ def test_parse_uri_when_well_formed_then_value_and_round_trip(text: str, uri: Ur
         ("file:", "absolute path"),
         ("file:relative", "absolute path"),
         ("file:/", "absolute path"),
-        ("file:/a?size=1", "no options"),
+        ("file:/a?size=1", "expected engine, direct, depth or poll"),
+        ("file:/a?engine=aio", "engine: expected auto, io_uring, threads, got 'aio'"),
+        ("file:/a?direct=yes", "direct: expected auto, on, off, got 'yes'"),
+        ("file:/a?depth=0", "depth: expected 1 to 4096, got '0'"),
+        ("file:/a?depth=4097", "depth: expected 1 to 4096, got '4097'"),
+        ("file:/a?depth=x", "depth: expected 1 to 4096, got 'x'"),
+        ("file:/a?poll=1", "poll: expected on, off, got '1'"),
+        ("file:/a?depth=1&depth=2", "depth: is given twice"),
+        ("file:/a?depth", "expected NAME=VALUE"),
+        ("vhost:/a?size=1", "no options"),
+        ("vol:file:/a,file:/a?depth=2", "member 1: file:/a?depth=2 is named twice"),
         ("vhost:sock", "absolute path"),
         ("mem:", "memory device name"),
         ("mem:a?size=0", "size: expected more than 0"),
@@ -250,14 +272,30 @@ def _tcp(nsids: st.SearchStrategy[int | None]) -> st.SearchStrategy[TcpUri]:
 
 _PATHS = _NAMES.map(lambda name: "/" + name.lstrip("/")).filter(lambda path: path != "/")
 _OTHERS = st.one_of(
-    st.builds(FileUri, _PATHS),
+    st.builds(
+        FileUri,
+        _PATHS,
+        st.none() | st.sampled_from(FILE_ENGINES),
+        st.none() | st.sampled_from(FILE_DIRECT),
+        st.none() | st.integers(1, FILE_DEPTH_MAX),
+        st.none() | st.booleans(),
+    ),
     st.builds(VhostUri, _PATHS),
     st.builds(MemUri, _NAMES, st.none() | st.integers(1, (1 << 63) - 1)),
 )
+
+
+def _place(uri: DeviceUri) -> object:
+    """A file is the same member whatever its options."""
+    return uri.path if isinstance(uri, FileUri) else uri
+
+
 _VOLUMES = st.one_of(
     st.builds(
         VolumeUri,
-        st.lists(_tcp(st.integers(1, 0xFFFFFFFE)) | _OTHERS, min_size=1, max_size=4, unique=True).map(tuple),
+        st.lists(_tcp(st.integers(1, 0xFFFFFFFE)) | _OTHERS, min_size=1, max_size=4, unique_by=_place).map(
+            tuple
+        ),
     ),
     st.builds(VolumeUri, st.just(()), _tcp(st.none())),
 )
