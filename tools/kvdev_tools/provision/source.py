@@ -24,6 +24,9 @@ NODE_COUNT_LIMIT = 100_000
 """Values of one file, aliases counted each time: a file of nested aliases would have no end."""
 DEPTH_LIMIT = 32
 
+_SECRET = re.compile(r"(NVMeTLSkey-|DHHC-)[^\s'\"]*")
+"""A key in its interchange form; a file has only names and paths of keys, but people paste."""
+_KEY_FIELDS = ("keys", "psk", "dhchap_key", "dhchap_ctrlr_key")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?[0-9]+\.[0-9]+")
@@ -48,7 +51,15 @@ class Source:
             place = place[:-1]  # what is missing has no place of its own
         line, column = self.marks.get(place, (1, 1))
         where = path_text(path)
-        return f"{self.filename}:{line}:{column}: {where + ': ' if where else ''}{text}"
+        if ", got '" in text and any(field in path for field in _KEY_FIELDS):
+            # Whatever stands there may be a key: it is not repeated.
+            text = f"{text.partition(', got ')[0]}; a key itself stands in a file of mode 0600"
+        return hide_keys(f"{self.filename}:{line}:{column}: {where + ': ' if where else ''}{text}")
+
+
+def hide_keys(text: str) -> str:
+    """The text with every key in it as stars."""
+    return _SECRET.sub(r"\1***", text)
 
 
 def path_text(path: Path_) -> str:
@@ -81,7 +92,7 @@ def load_text(untrusted: bytes | str, filename: str = "file") -> Source:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{filename}:{mark.line + 1}:{mark.column + 1}" if mark else filename
-        raise UsageError(f"{where}: {error.problem or 'no YAML'}") from None
+        raise UsageError(hide_keys(f"{where}: {error.problem or 'no YAML'}")) from None
     except yaml.YAMLError as error:
         raise UsageError(f"{filename}: no YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
@@ -151,7 +162,7 @@ class _Builder:
 
     def _error(self, node: yaml.Node, text: str) -> UsageError:
         mark = node.start_mark
-        return UsageError(f"{self.filename}:{mark.line + 1}:{mark.column + 1}: {text}")
+        return UsageError(hide_keys(f"{self.filename}:{mark.line + 1}:{mark.column + 1}: {text}"))
 
 
 _PLAIN_TAGS = frozenset(

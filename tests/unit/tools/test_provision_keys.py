@@ -1,0 +1,183 @@
+"""Keys in the file: names and paths only; what people paste is never repeated; wrong files are found by the plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdev.target.model import TargetModel
+from kvdev.target.rpc_methods import RpcMethods
+from kvdev.target.serve import EmbeddedTarget
+from kvdev.testing.target_backend import MemoryBackend
+from kvdev_tools.main import run
+from kvdev_tools.provision.document import build_deployment
+from kvdev_tools.provision.source import load_text
+from spdk_rpc.plan import Id, Kind, Observed, Resource, plan_state
+from spdk_rpc.plan.resource import create_calls, state_of, update_calls
+from tests.unit.tools.test_provision_cli import HOST_NQN, NQN, call, refused_plan
+
+PSK = "NVMeTLSkey-1:01:VRLbtnN9AQb2WXW3c9+wEf/DRLz0QuLdbYvEhwtdWwNf9LrZ:"
+CHAP = "DHHC-1:00:ia6zGodOr4SEG0Zzaw398rpY0wqipUWj4jWjUh4HWUz6aQ2n:"
+
+
+def text_of(rpc: str, *, keys: str = "{}", host: str = HOST_NQN, listener: str = '"127.0.0.1:4420"') -> str:
+    return f"""\
+version: 1
+name: keyed
+targets:
+  array0:
+    rpc: {rpc}
+    keys: {keys}
+    bdevs:
+      m0: {{malloc: {{size: 16MiB}}}}
+    subsystems:
+      {NQN}:
+        hosts: [{host}]
+        listeners: [{listener}]
+        namespaces: {{1: m0}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "host"),
+    [
+        (f'{{k: "{PSK}"}}', HOST_NQN),
+        (f'{{k: ["{PSK}"]}}', HOST_NQN),
+        (f'{{"{PSK}": /k}}', HOST_NQN),
+        (f'{{k: /k, k2: "{CHAP}"}}', HOST_NQN),
+        ("{k: /k}", f'{{host: "{HOST_NQN}", psk: "{PSK}"}}'),
+        ("{k: /k}", f'{{host: "{HOST_NQN}", dhchap_key: "{CHAP}"}}'),
+        ("{k: /k}", f'{{host: "{HOST_NQN}", dhchap_key: k, dhchap_ctrlr_key: "{CHAP}"}}'),
+        ("{k: /k}", f'{{host: "{CHAP}"}}'),
+        ("{k: /k}", f'{{host: "{HOST_NQN}", "{PSK}": k}}'),
+        ("{k: /k}", f'{{host: "{HOST_NQN}", psk: [{PSK}'),
+        (f"{{k: !{CHAP} x}}", HOST_NQN),
+    ],
+)
+def test_a_key_pasted_into_the_file_is_refused_and_never_repeated(
+    keys: str, host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(text_of("/nobody.sock", keys=keys, host=host))
+    assert run(["provision", "plan", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert f"{path}:" in shown.err
+    for secret in (PSK, CHAP):
+        for part in secret.split(":")[2:]:
+            assert not part or part not in shown.out + shown.err
+
+
+@pytest.fixture
+def rpc(tmp_path: Path) -> Iterator[str]:
+    with EmbeddedTarget(tmp_path / "rpc.sock") as target:
+        yield target.rpc_socket
+
+
+def test_a_key_file_that_spdk_would_refuse_is_found_by_the_plan(
+    rpc: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, path = tmp_path / "k0", tmp_path / "site.yaml"
+    path.write_text(text_of(rpc, keys=f"{{k0: {key}}}"))
+    where = f"{path}:6:12: targets.array0.keys.k0: key k0: file {key}"
+    assert f"{where}: expected a key file, there is none" in refused_plan(capsys, str(path))
+    key.write_text(PSK)
+    for mode in (0o640, 0o604, 0o660):
+        key.chmod(mode)
+        text = refused_plan(capsys, str(path))
+        assert f"{where}: expected mode 0600, got {mode:04o}; chmod 600" in text
+    key.chmod(0o600)
+    assert not call(capsys, "plan", str(path))["problems"]
+    key.unlink()
+    key.mkdir(mode=0o700)
+    assert f"{where}: expected a regular file" in refused_plan(capsys, str(path))
+
+
+def test_keys_are_applied_by_name_and_their_content_is_in_no_output(
+    rpc: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, path = tmp_path / "k0", tmp_path / "site.yaml"
+    key.write_text(PSK)
+    key.chmod(0o600)
+    path.write_text(
+        text_of(rpc, keys=f"{{k0: {key}}}").replace('        listeners: ["127.0.0.1:4420"]\n', "")
+    )
+    config = tmp_path / "spdk.json"
+    shown: list[Any] = [
+        call(capsys, "plan", str(path)),
+        call(capsys, "apply", str(path)),
+        call(capsys, "status", str(path)),
+        call(capsys, "export", str(path), "array0", "-o", str(config)),
+        call(capsys, "adopt", "--target", f"array0={rpc}"),
+        config.read_text(),
+    ]
+    text = json.dumps(shown)
+    assert PSK.split(":")[2] not in text and str(key) in text
+    assert call(capsys, "plan", str(path))["is_empty"]
+    adopted = shown[4]["text"]
+    assert build_deployment(load_text(adopted)).endpoints[0].key_paths == {"k0": str(key)}
+
+
+def keyed_deployment() -> Any:
+    host = f'{{host: "{HOST_NQN}", psk: k0, dhchap_key: k1, dhchap_ctrlr_key: k2}}'
+    listener = '{address: "127.0.0.1:4420", secure_channel: true}'
+    text = text_of("/a.sock", keys="{k0: /k0, k1: /k1, k2: /k2}", host=host, listener=listener)
+    text += f"""\
+hosts:
+  gpu0:
+    rpc: /b.sock
+    nqn: {HOST_NQN}
+    keys: {{p: /p, c: /c, d: /d}}
+    controllers:
+      N0: {{target: array0, subsystem: "{NQN}", psk: p, dhchap_key: c, dhchap_ctrlr_key: d}}
+"""
+    return build_deployment(load_text(text))
+
+
+def test_keys_reach_every_call_that_takes_them_after_the_keyring_has_them() -> None:
+    target, host = keyed_deployment().endpoints
+    observed = Observed(methods=ALL_METHODS)
+    for endpoint, method, names in (
+        (target, "nvmf_subsystem_add_host", {"psk": "k0", "dhchap_key": "k1", "dhchap_ctrlr_key": "k2"}),
+        (host, "bdev_nvme_attach_controller", {"psk": "p", "dhchap_key": "c", "dhchap_ctrlr_key": "d"}),
+    ):
+        arriving = {"N0n1": 4096}
+        plan = plan_state(endpoint.desired, observed, arriving=arriving)
+        calls = [each for step in plan.steps for each in step.calls]
+        methods = [each.method for each in calls]
+        used = next(each for each in calls if each.method == method)
+        assert names.items() <= dict(used.params).items()
+        last_key = max(index for index, each in enumerate(methods) if each == "keyring_file_add_key")
+        assert methods.count("keyring_file_add_key") == 3 and last_key < methods.index(method)
+    listener = next(own for own in target.desired if own.kind is Kind.LISTENER)
+    (added,) = create_calls(target.desired[listener])
+    assert added.method == "nvmf_subsystem_add_listener" and added.params["secure_channel"] is True
+
+
+ALL_METHODS = frozenset(
+    {
+        *RpcMethods(TargetModel(MemoryBackend())).names(),
+        "nvmf_subsystem_set_keys",
+    }
+)
+
+
+def test_what_changes_in_place_and_what_has_to_be_made_anew() -> None:
+    own = Id(Kind.HOST, HOST_NQN, NQN)
+    was = Resource(own, {"psk": "k0", "dhchap_key": "k1", "dhchap_ctrlr_key": None})
+    rotated = Resource(own, {"psk": "k0", "dhchap_key": "k9", "dhchap_ctrlr_key": "k8"})
+    (changed,) = update_calls(was, rotated) or []
+    assert changed.method == "nvmf_subsystem_set_keys"
+    assert changed.params == {
+        "nqn": NQN,
+        "host": HOST_NQN,
+        "dhchap_key": "k9",
+        "dhchap_ctrlr_key": "k8",
+    }
+    assert update_calls(was, Resource(own, {"psk": "k7", "dhchap_key": "k1"})) is None
+    observed = Observed(methods=ALL_METHODS, state=state_of([was]))
+    (problem,) = plan_state(state_of([Resource(own, {"psk": "k7"})]), observed).problems
+    assert f"--replace host:{NQN}@{HOST_NQN}" in str(problem)
