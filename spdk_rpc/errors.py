@@ -91,7 +91,10 @@ class RpcUnsupportedError(RpcMethodError):
         self.address = address
 
     def __str__(self) -> str:
-        return f"{self.method}: {self.version} at {self.address} has no such method ({self.code})"
+        # What the peer says beyond SPDK's two words is its reason.
+        reason = self.message.removeprefix("Method not found").lstrip(": ")
+        text = f"{self.method}: {self.version} at {self.address} has no such method ({self.code})"
+        return f"{text}: {reason}" if reason else text
 
 
 def method_error(method: str, code: int, message: str) -> RpcMethodError:

@@ -24,6 +24,7 @@ from typing import Any
 import kvdev
 from kvdev.target import model as m
 from kvdev.target import rpc_params as p
+from kvdev.target.rpc_absent import ABSENT
 from kvdev.target.rpc_host import HostMethods
 from kvdev.target.rpc_params import optional, required
 from kvdev.target.rpc_stack import StackMethods, limits_json, lvol_driver_specific, stack_config
@@ -187,7 +188,9 @@ class RpcMethods:
         if method is None:
             if name in STARTUP_ONLY_METHODS:
                 raise m.SpdkError(ERROR_INVALID_STATE, STARTUP_ONLY_MESSAGE)
-            raise m.SpdkError(ERROR_METHOD_NOT_FOUND, "Method not found")
+            reason = ABSENT.get(name)
+            text = "Method not found" if reason is None else f"Method not found: {reason}"
+            raise m.SpdkError(ERROR_METHOD_NOT_FOUND, text)
         if method.fields is None:
             if untrusted is not None:
                 raise m.SpdkError(ERROR_INVALID_PARAMS, method.no_params_text)
