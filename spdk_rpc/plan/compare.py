@@ -84,7 +84,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do and how to know that it was done: ``expected`` reads back, None means it is gone."""
+    """One thing to do and how to know that it was done: ``expected`` reads back, None means it is gone.
+
+    ``before`` is what is changed in place or removed; None where it is made.
+    """
 
     id: Id
     calls: tuple[Call, ...]
@@ -444,12 +447,12 @@ class _Planner:
             change = self._changes[own]
             after = made[own]
             self._plan.changes.append(change)
-            if change.action is Action.UPDATE:
-                assert change.before is not None, "an update has a before"
-                calls = update_calls(change.before, after) or []
+            before = change.before if change.action is Action.UPDATE else None
+            if before is not None:
+                calls = update_calls(before, after) or []
             else:
                 calls = [*self._waits(after), *create_calls(after)]
-            self._plan.steps.append(Step(own, tuple(calls), after, change.before))
+            self._plan.steps.append(Step(own, tuple(calls), after, before))
         self._plan.changes += [change for change in self._changes.values() if change.action is Action.DELETE]
 
     def _waits(self, after: Resource) -> Iterable[Call]:

@@ -336,7 +336,7 @@ def _carry_out(whole: WholePlan, *, timeout_s: float, as_json: bool) -> int:
     def heard(index: int, text: str) -> None:
         bar.close()
         if not as_json:
-            click.echo(f"[{index + 1}/{whole.step_count}] {text}")
+            click.echo(f"[{index + 1}/{max(index + 1, whole.step_count)}] {text}")
         bar.update(index, text)
 
     try:

@@ -245,6 +245,11 @@ def plan_everything(
         seen = look.volumes[spec.name]
         volume = plan_volume(look.deployment, seen, is_coming=_is_coming(whole, spec))
         volume.problems += _flush_problems(look, spec)
+        if look.volumes[spec.name].state is VolumeState.PRESENT and _is_touched(whole, spec):
+            volume.notes.append(
+                f"volume {spec.name}: a namespace below it is made anew; if that is another medium, its pages are "
+                f"lost, and apply stops there"
+            )
         whole.volumes.append((spec, volume))
     for view, plan in whole.endpoints:
         plan.problems += _writer_problems(look, view, plan)
@@ -604,8 +609,7 @@ def carry_out(whole: WholePlan, *, timeout_s: float, on_step: OnStep) -> Outcome
             plan = next(plan for view, plan in whole.endpoints if view is stage)
             is_done = _run_endpoint(outcome, stage, plan, on_step)
         else:
-            volume = next(plan for spec, plan in whole.volumes if spec is stage)
-            is_done = _run_volume(outcome, stage, volume, timeout_s, on_step)
+            is_done = _run_volume(outcome, whole, stage, timeout_s, on_step)
         if not is_done:
             break
     return outcome
@@ -639,13 +643,25 @@ def _run_endpoint(outcome: Outcome, view: EndpointView, plan: Plan, on_step: OnS
 
 
 def _run_volume(
-    outcome: Outcome, spec: VolumeSpec, plan: VolumePlan, timeout_s: float, on_step: OnStep
+    outcome: Outcome, whole: WholePlan, spec: VolumeSpec, timeout_s: float, on_step: OnStep
 ) -> bool:
-    if not plan.steps:
+    plan = next(plan for each, plan in whole.volumes if each is spec)
+    is_touched = _is_touched(whole, spec)
+    if not plan.steps and not is_touched:
         return True
     # A session of its own: the one that looked may hold connections to a target that has changed since.
     with session_for(spec, timeout_s=timeout_s) as session:
-        for step in plan.steps:
+        steps = plan.steps
+        if not steps:
+            # The volume was there, and a namespace below it was made anew: it may be another medium now.
+            seen = see_volume(session, spec, timeout_s=timeout_s)
+            plan = plan_volume(whole.look.deployment, seen, is_coming=False)
+            if plan.problems:
+                outcome.failed, outcome.error = f"volume {spec.name}", UsageError(plan.problems[0])
+                return False
+            steps = plan.steps
+            outcome.step_count += len(steps)
+        for step in steps:
             on_step(outcome.done_count, f"make {step.title}")
             try:
                 make_step(session, step, timeout_s=timeout_s)
@@ -654,3 +670,14 @@ def _run_volume(
                 return False
             outcome.done_count += 1
     return True
+
+
+def _is_touched(whole: WholePlan, spec: VolumeSpec) -> bool:
+    """Whether a namespace that is a member of the volume was made by this plan."""
+    places = {(member.subsystem, member.nsid) for member in spec.members}
+    return any(
+        step.id.kind is Kind.NAMESPACE and (step.id.parent, int(step.id.name)) in places
+        for view, plan in whole.endpoints
+        if view.endpoint.role == "target"
+        for step in plan.steps
+    )
