@@ -31,5 +31,7 @@ def test_rpc_bench_runs_at_toy_size(tmp_path: Path) -> None:
     assert all(row["seconds"] > 0 and row["call_count"] == 19 for row in report["raw"])
     plan = report["plan"]
     assert plan["step_count"] == 19 and plan["second_plan_step_count"] == 0
+    command = report["command"]
+    assert command["is_second_plan_empty"] and min(command["plan_empty_s"], command["plan_full_s"]) > 0
     # Names and UUIDs follow from the load alone: the same on every machine.
     assert plan["sha256"] in done.stdout or plan["sha256"][:16] in done.stdout
