@@ -33,8 +33,10 @@ _WORDS = {
 class Painter:
     """Colours on a terminal, and only there."""
 
-    def __init__(self, stream: TextIO, *, when: str = "auto") -> None:
-        is_wanted = stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    def __init__(
+        self, stream: TextIO, *, when: str = "auto", environment: Mapping[str, str] = os.environ
+    ) -> None:
+        is_wanted = stream.isatty() and "NO_COLOR" not in environment and environment.get("TERM") != "dumb"
         self._is_on = when == "always" or (when == "auto" and is_wanted)
 
     def paint(self, code: str, text: str) -> str:
