@@ -343,3 +343,34 @@ def test_removal_completes_after_any_failure_and_leaves_nothing(
                 break
         left = observe(direct.call).state
         assert {own.kind for own in left} <= {Kind.TRANSPORT, Kind.OPTIONS}
+
+
+def plan_with_everything_named(desired: State, observed: Observed) -> Plan:
+    """What differs is named for replacement, what is not in the file for removal."""
+    extras = {own.reference for own in observed.state if own not in desired and is_removable(own.kind)}
+    replaced = {own.reference for own in desired if is_removable(own.kind)}
+    return plan_state(desired, observed, replace=replaced, remove=extras, prune=True)
+
+
+@given(before=targets(), after=targets(), cut_at=st.integers(0, 25), failure=st.sampled_from(list(Failure)))
+@settings(max_examples=EXAMPLES // 3)
+def test_what_is_named_for_removal_goes_whatever_fails_and_only_the_file_is_left(
+    before: dict[str, Any], after: dict[str, Any], cut_at: int, failure: Failure
+) -> None:
+    with peer() as (direct, client, proxy, folder):
+        assert bring_about(desired_of(before, folder), direct).failed is None
+        desired = desired_of(after, folder)
+        # Told before anything is named: each extra is one that is there and not in the file.
+        told = {each.id for each in plan_state(desired, observe(direct.call)).extras}
+        assert told <= observe(direct.call).state.keys() - desired.keys()
+        proxy.fail(cut_at, failure)
+        for _ in range(ROUND_LIMIT):
+            plan = plan_with_everything_named(desired, observe(client.call))
+            assert not plan.problems and not plan.extras, [str(each) for each in plan.problems]
+            if apply_plan(plan, client.call).failed is None:
+                break
+        reached = observe(direct.call)
+        kept = {own for own in reached.state if is_removable(own.kind)}
+        assert kept <= desired.keys()
+        second = plan_state(desired, reached)
+        assert second.is_empty and not second.extras and not second.notes
