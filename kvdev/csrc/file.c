@@ -670,6 +670,8 @@ static uint64_t file_deadlines(void *object, uint64_t now)
         f->deadline_min_ns = UINT64_MAX;
     if (now < f->deadline_min_ns)
         return f->deadline_min_ns;
+    while (f->engine->backend->reap(f->engine))
+        ; /* what has ended is not late */
     uint64_t soonest = UINT64_MAX;
     for (uint32_t i = 0; i < e->options.request_count; i++) {
         const struct file_request *r = &e->requests[i];

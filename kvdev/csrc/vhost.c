@@ -20,6 +20,7 @@
 #define DESCS_BESIDES_PAYLOAD 2u       /* the header and the status byte */
 #define RANGE_BYTES 16u            /* an NVMe dataset management range, and a virtio one */
 #define LOOK_NS 5000000ull             /* how often the socket is looked at while commands are in flight */
+#define REAP_SHARE 4u                  /* of what is in flight, taken by one turn: see reap */
 #define SLOT_NONE 0xffffu
 #define NOTHING_WRITTEN 0xffu          /* in the status byte before the back end writes it */
 
@@ -434,8 +435,12 @@ void kvdev_vhost_kill(struct kvdev_vhost *v, int error, const char *text)
     kill_saying(v, KVDEV_VHOST_FAULT_LOCAL, error, text);
 }
 
+static void reap_rest(struct kvdev_vhost *v);
+
 static void lost(struct kvdev_vhost *v)
 {
+    if (v->info.state != KVDEV_VHOST_READY)
+        return;
     if (v->is_held_on_loss) {
         v->info.state = KVDEV_VHOST_HELD;
         v->wants_attention = 1;
@@ -460,8 +465,10 @@ static void look(struct kvdev_vhost *v, uint64_t now)
         return;
     uint8_t byte;
     ssize_t got = recv(v->socket_fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR))
+    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) {
+        reap_rest(v); /* what it had answered before it went is not uncertain */
         lost(v);
+    }
     else if (got > 0)
         kill_saying(v, KVDEV_VHOST_FAULT_MESSAGE, -ENOTCONN, "the back end sent a message that nobody asked for");
 }
@@ -903,6 +910,10 @@ static int reap(struct kvdev_vhost *v, struct ring *ring)
                    (uint16_t)(ring->last_used + sent), idx);
         return 1;
     }
+    /* Not all at once: what is refilled together completes together, and the device runs dry in between. */
+    uint16_t limit = sent / REAP_SHARE ? (uint16_t)(sent / REAP_SHARE) : 1;
+    if (count > limit)
+        count = limit;
     uint64_t now = now_ns();
     uint32_t stride = v->params.has_indirect ? 1 : v->layout.descs_per_command;
     for (; count; count--) {
@@ -922,6 +933,14 @@ static int reap(struct kvdev_vhost *v, struct ring *ring)
     }
     suppress(v, ring);
     return 1;
+}
+
+/* All that was answered, before the device is given up. */
+static void reap_rest(struct kvdev_vhost *v)
+{
+    for (uint32_t i = 0; i < v->params.queue_count; i++)
+        while (v->info.state == KVDEV_VHOST_READY && v->rings[i].in_flight_count && reap(v, &v->rings[i]))
+            ;
 }
 
 static void disarm(struct kvdev_vhost *v)
@@ -959,6 +978,7 @@ static uint64_t vhost_deadlines(void *object, uint64_t now)
         v->deadline_min_ns = UINT64_MAX;
     if (now < v->deadline_min_ns)
         return v->deadline_min_ns;
+    reap_rest(v);
     uint64_t soonest = UINT64_MAX;
     for (uint32_t i = 0; i < v->params.queue_count; i++)
         for (uint32_t slot = 0; slot < v->layout.slot_count; slot++) {
