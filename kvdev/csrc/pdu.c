@@ -88,9 +88,9 @@ static const struct rule rules[KVDEV_RULE_COUNT] = {
     [KVDEV_RULE_DATAL_MAXH2CDATA] =
         OTHER_ROW("datal_maxh2cdata", "datal", AT_DATAL, KVDEV_FES_LIMIT, AT_MOST, "MAXH2CDATA"),
     [KVDEV_RULE_IN_CAPSULE_MAX] =
-        OTHER_ROW("in_capsule_max", "plen", AT_PLEN, KVDEV_FES_LIMIT, AT_MOST, "bytes of in-capsule data"),
+        HEADER_ROW("in_capsule_max", "plen", AT_PLEN, AT_MOST, "bytes of in-capsule data"),
 
-    [KVDEV_RULE_R2TL_ZERO] = HEADER_ROW("r2tl_zero", "r2tl", AT_DATAL, AT_LEAST, NULL),
+    [KVDEV_RULE_R2TL_ZERO] = OTHER_ROW("r2tl_zero", "r2tl", AT_DATAL, KVDEV_FES_OUT_OF_RANGE, AT_LEAST, NULL),
     [KVDEV_RULE_R2TL_ALIGN] = HEADER_ROW("r2tl_align", "r2tl", AT_DATAL, MULTIPLE, NULL),
     [KVDEV_RULE_R2TO_ALIGN] = HEADER_ROW("r2to_align", "r2to", AT_DATAO, MULTIPLE, NULL),
 
@@ -104,8 +104,8 @@ static const struct rule rules[KVDEV_RULE_COUNT] = {
     [KVDEV_RULE_C2H_DATAO] = OTHER_ROW("c2h_datao", "datao", AT_DATAO, KVDEV_FES_SEQUENCE, EXACT, NULL),
     [KVDEV_RULE_RESP_CID] = HEADER_ROW("resp_cid", "cid", AT_CQE_CID, BITS, "no such command is outstanding"),
     [KVDEV_RULE_R2T_CCCID] = HEADER_ROW("r2t_cccid", "cccid", AT_CCCID, BITS, "no such command is outstanding"),
-    [KVDEV_RULE_R2T_DIRECTION] =
-        HEADER_ROW("r2t_direction", "cccid", AT_CCCID, BITS, "the command moves no data to the controller"),
+    [KVDEV_RULE_R2T_DIRECTION] = OTHER_ROW("r2t_direction", "cccid", AT_CCCID, KVDEV_FES_SEQUENCE, BITS,
+                                           "the command moves no data to the controller"),
     [KVDEV_RULE_R2T_RANGE] = OTHER_ROW("r2t_range", "r2to", AT_DATAO, KVDEV_FES_OUT_OF_RANGE, AT_MOST,
                                        "end of the data in the command's buffer"),
     [KVDEV_RULE_R2T_R2TO] = OTHER_ROW("r2t_r2to", "r2to", AT_DATAO, KVDEV_FES_SEQUENCE, EXACT, NULL),

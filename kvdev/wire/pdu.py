@@ -440,7 +440,7 @@ def _capsule_data(head: _Header, framing: Framing, head_bytes: int) -> bytes:
     if head.plen < least:
         head.fault("plen", 4, f"at least {least}", head.plen)
     if head.plen - least + 1 > framing.in_capsule_max:
-        head.fault("plen", 4, f"at most {framing.in_capsule_max} bytes of data", head.plen, Fes.LIMIT)
+        head.fault("plen", 4, f"at most {framing.in_capsule_max} bytes of data", head.plen)
     return _data(head, framing)
 
 
@@ -480,7 +480,7 @@ def _parse_r2t(head: _Header, head_bytes: int) -> R2T:
     if head.plen != head_bytes:
         head.fault("plen", 4, head_bytes, head.plen)
     if r2tl == 0:
-        head.fault("r2tl", 16, "at least 4", 0)
+        head.fault("r2tl", 16, "at least 4", 0, Fes.OUT_OF_RANGE)
     if r2tl % 4:
         head.fault("r2tl", 16, "a multiple of 4", r2tl)
     if r2to % 4:

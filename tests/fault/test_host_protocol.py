@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import struct
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,7 +70,7 @@ def c2h_raw(
 
 # name -> (what the controller answers to a 16 KiB read, FES, FEI; None where it has no meaning)
 READ_FAULTS: dict[str, tuple[Reply, int, int | None]] = {
-    "r2t_for_a_read": (lambda c, p: c.pack_r2t(p.cid, 1, 0, SIZE), 1, 8),
+    "r2t_for_a_read": (lambda c, p: c.pack_r2t(p.cid, 1, 0, SIZE), 2, None),
     "data_beyond_the_buffer": (lambda c, p: c.pack_c2h_data(p.cid, 0, DATA + DATA), 4, None),
     "datao_gap": (lambda c, p: c.pack_c2h_data(p.cid, 4096, DATA[4096:]), 2, None),
     "datao_wraps": (lambda c, p: c.pack_c2h_data(p.cid, 0xFFFFFFFC, DATA[:8]), 4, None),
@@ -95,6 +98,7 @@ READ_FAULTS: dict[str, tuple[Reply, int, int | None]] = {
     "hlen_0": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, hlen=0), 1, 2),
     "hlen_255": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, hlen=255), 1, 2),
     "pdo_0": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, pdo=0), 1, 3),
+    "pdo_not_a_multiple": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, pdo=26), 1, None),
     "pdo_255": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, pdo=255), 1, None),
     "header_digest_flag_not_agreed": (
         lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, flags=FLAG_LAST | FLAG_HDGST),
@@ -120,7 +124,7 @@ READ_FAULTS: dict[str, tuple[Reply, int, int | None]] = {
 
 # The same for a 16 KiB write that waits for R2Ts, MAXR2T 0.
 WRITE_FAULTS: dict[str, tuple[Reply, int, int | None]] = {
-    "r2t_length_0": (lambda c, p: c.pack_r2t(p.cid, 1, 0, 0), 1, 16),
+    "r2t_length_0": (lambda c, p: c.pack_r2t(p.cid, 1, 0, 0), 4, None),
     "r2t_wraps": (lambda c, p: c.pack_r2t(p.cid, 1, 0xFFFFF000, 0x1000), 4, None),
     "r2t_beyond_the_buffer": (lambda c, p: c.pack_r2t(p.cid, 1, 0, SIZE + 4), 4, None),
     "r2to_skips_ahead": (lambda c, p: c.pack_r2t(p.cid, 1, 4096, 4096), 2, None),
@@ -163,14 +167,21 @@ class Offender:
         assert self.term.data[:8] in self.sent, "the term carries the offending header"
 
 
+def memory_size_bytes() -> int:
+    """Address space of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.mark.parametrize("name", READ_FAULTS)
 def test_read_when_controller_breaks_a_rule_then_term_names_it_and_guards_hold(name: str) -> None:
     reply, fes, fei = READ_FAULTS[name]
     script = Offender(reply)
     buffer = GuardedBuffer(SIZE)
     with ScriptedPeer(script) as peer, PeerHost(peer) as host:
+        before = memory_size_bytes()
         done = host.run(OPCODE_READ, buffer, tag=77)
         assert (done["tag"], done["error"]) == (77, -errno.ENOTCONN)
+        assert memory_size_bytes() - before < 256 << 20, "no length of a peer's sizes an allocation"
         buffer.check_guards()
         script.check(host, peer, fes, fei)
 
@@ -227,8 +238,60 @@ def test_read_when_a_completed_command_gets_more_data_then_its_buffer_stays() ->
         host.submit(OPCODE_READ, second, tag=2)
         done = host.poll(2)
         assert {int(d["tag"]): int(d["error"]) for d in done} == {1: 0, 2: -errno.ENOTCONN}
+        fault = host.qpair.fault
+        assert fault is not None and (fault.fes, fault.fei) == (1, 8)
         assert first.array.tobytes() == DATA
         assert second.is_untouched
+
+
+@pytest.mark.parametrize("is_data", [True, False])
+def test_read_when_answered_with_the_cid_of_another_queue_then_only_its_own_queue_pair_dies(
+    is_data: bool,
+) -> None:
+    """S-05: CIDs are a queue's own, and its command table is the only one that is looked at."""
+    others: list[PduFromHost] = []
+    has_both, is_over = threading.Event(), threading.Event()
+
+    def patient(connection: PeerConnection) -> None:
+        connection.accept_ic()
+        others.extend(connection.receive_command() for _ in range(2))
+        has_both.set()
+        assert is_over.wait(60)
+        for command in others:
+            connection.send_read(command, DATA)
+
+    def reply(connection: PeerConnection, command: PduFromHost) -> bytes:
+        (cid,) = {other.cid for other in others} - {command.cid}
+        return connection.pack_c2h_data(cid, 0, DATA) if is_data else connection.pack_response(cid)
+
+    script = Offender(reply)
+    buffers = [GuardedBuffer(SIZE) for _ in range(3)]
+    with (
+        ScriptedPeer(patient) as other_peer,
+        PeerHost(other_peer) as other,
+        ScriptedPeer(script) as peer,
+        PeerHost(peer, qid=2) as host,
+    ):
+        for buffer in buffers[:2]:
+            other.submit(OPCODE_READ, buffer)
+        while not has_both.is_set():
+            other.poll(1, seconds=0.01)
+        assert host.run(OPCODE_READ, buffers[2])["error"] == -errno.ENOTCONN
+        script.check(host, peer, 1, 8 if is_data else 20)
+        assert all(buffer.is_untouched for buffer in buffers)
+        is_over.set()
+        assert list(other.poll(2)["error"]) == [0, 0]
+        assert all(buffer.array.tobytes() == DATA for buffer in buffers[:2])
+
+
+@pytest.mark.parametrize("hpda", [1, 4, 31])
+def test_read_when_data_is_not_where_the_host_demands_it_then_fatal(hpda: int) -> None:
+    script = Offender(lambda c, p: c.pack_c2h_data(p.cid, 0, DATA, pad_size=-24 % (4 * hpda + 4) + 4))
+    buffer = GuardedBuffer(SIZE)
+    with ScriptedPeer(script) as peer, PeerHost(peer, hpda=hpda) as host:
+        assert host.run(OPCODE_READ, buffer)["error"] == -errno.ENOTCONN
+        assert buffer.is_untouched
+        script.check(host, peer, 1, 3)
 
 
 # ---- digests ----
@@ -451,6 +514,7 @@ def answer(data: bytes, terms: list[PduFromHost]) -> Callable[[PeerConnection], 
         (pack_ic_resp(pfv=1), "pfv", 6, 8),
         (pack_ic_resp(cpda=32), "pda", 1, 10),
         (pack_ic_resp(maxh2cdata=4092), "maxh2cdata", 1, 12),
+        (pack_ic_resp(maxh2cdata=4095), "maxh2cdata", 1, 12),
         (pack_ic_resp(maxh2cdata=4098), "maxh2cdata", 1, 12),
         (pack_ic_resp(dgst=1), "dgst", 1, 11),
         (pack_ic_resp(dgst=2), "dgst", 1, 11),

@@ -8,17 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvdev.block.device import read_blocks
+from kvdev.block.device import execute, read_blocks, transfer_ios
 from kvdev.clock import Deadline
 from kvdev.initiator.event import EventKind, HostEvent
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.namespace import NvmeNamespace
 from kvdev.initiator.options import ControllerOptions
 from kvdev.initiator.subsystem import Subsystem
+from kvdev.native.io import OPCODE_READ
 from kvdev.session import Session
 from kvdev.testing.controller import GOOD_CONTROLLER, SUBNQN, ControllerScript
-from kvdev.testing.peer import PduFromHost, PeerConnection, ScriptedPeer
+from kvdev.testing.host import GuardedBuffer
+from kvdev.testing.peer import FLAG_HDGST, PduFromHost, PeerConnection, ScriptedPeer
 from kvdev.testing.recovery import WAIT_S, soon, until, wait_event
+from kvdev.uri import DigestPolicy
 from kvdev.wire.features import Fid
 from kvdev.wire.identify import CTRATT_TBKAS, OAES_NAMESPACE_ATTRIBUTE
 from kvdev.wire.log import Lid, SmartLog
@@ -155,6 +158,38 @@ def test_retry_delay_when_controller_has_one_then_it_is_enabled_and_kept() -> No
         assert len(read_blocks(device, 0, 1, soon())) == 4096
         assert started.elapsed_ms() >= 300
     assert len(features) == 1 and not statuses
+
+
+@pytest.mark.parametrize("is_flag_cleared", [False, True])
+def test_header_digest_when_broken_then_a_new_association_and_the_right_bytes(is_flag_cleared: bool) -> None:
+    """S-10: a header that cannot be trusted ends the queue pair; nothing behind it is looked at."""
+    broken: list[PeerConnection] = []
+
+    def answer(connection: PeerConnection, pdu: PduFromHost, sqe: Sqe) -> bool:
+        # A read of the namespace on the first association's I/O connection.
+        if broken or sqe.opc != 2 or sqe.sgl_len != 4096 or connection is peer.connections[0]:
+            return False
+        broken.append(connection)
+        good = bytearray(connection.pack_c2h_data(pdu.cid, 0, b"\xbd" * 4096))
+        if is_flag_cleared:
+            good[1] &= ~FLAG_HDGST
+        else:
+            good[24] ^= 1
+        connection.send(bytes(good) + connection.pack_response(pdu.cid))
+        return True
+
+    script = ControllerScript(answer=answer, memory=bytearray(b"\x6e" * (1 << 20)))
+    options = dataclasses.replace(QUICK, header_digest=DigestPolicy.REQUIRE)
+    with ScriptedPeer(script) as peer, Session(host=HOST, options=options) as kv:
+        uri = f"tcp://{peer.address}:{peer.port}/{SUBNQN}?nsid=1"
+        device = kv.open_device(uri)
+        buffer = GuardedBuffer(4096)
+        execute(device, transfer_ios(device, OPCODE_READ, 0, buffer.address, 4096), soon())
+        assert buffer.array.tobytes() == b"\x6e" * 4096
+        buffer.check_guards()
+        event = wait_event(kv.subsystem(uri), EventKind.PATH_DOWN)
+        assert ("flags+0x1" if is_flag_cleared else "hdgst") in event.text
+        assert broken and kv.subsystem(uri).path_infos[0].loss_count == 1
 
 
 @pytest.mark.parametrize("is_traffic_based", [False, True])

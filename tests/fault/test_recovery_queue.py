@@ -8,7 +8,7 @@ import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +44,8 @@ class Rig:
         self.stack = stack
         self.queue = HostQueue(**(queue_options or {}))
         self.qpairs: list[HostQpair] = []
+        self.buffers: list[GuardedBuffer] = []
+        """All that were submitted: a lost command keeps its buffer's address for as long as it is held."""
         stack.callback(self._close)
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.queue.set_notice(self.fd)
@@ -57,6 +59,8 @@ class Rig:
         self.queue.close()
         for qpair in self.qpairs:
             qpair.close()
+        for buffer in self.buffers:
+            buffer.check_guards()
 
     def peer(self, script: Callable[[PeerConnection], None]) -> ScriptedPeer:
         return self.stack.enter_context(ScriptedPeer(script))
@@ -100,6 +104,8 @@ class Rig:
     def submit(
         self, opcode: int, buffer: GuardedBuffer | None = None, *, slba: int = 0, tag: int = 0
     ) -> None:
+        if buffer is not None:
+            self.buffers.append(buffer)
         io = np.zeros(1, dtype=IO_DTYPE)
         size = 0 if buffer is None else len(buffer.array)
         io["tag"] = tag
@@ -233,6 +239,34 @@ def test_write_when_lost_after_sending_then_waits_for_the_fence_and_is_sent_agai
     expected = b"\x5a" if opcode == OPCODE_WRITE else b"\0"
     assert bytes(memory[BLOCK : 2 * BLOCK]) == expected * BLOCK
     assert memory[0] == memory[3 * BLOCK] == 0xFF
+
+
+def test_write_when_closed_after_one_of_three_h2c_data_then_delayed_retry_of_the_whole(
+    stack: ExitStack,
+) -> None:
+    """S-01: no part of it counts, and nobody hears of it before the fence."""
+
+    def closes_in_the_middle(connection: PeerConnection) -> None:
+        connection.accept_ic(maxh2cdata=BLOCK)
+        command = connection.receive_command()
+        connection.send(connection.pack_r2t(command.cid, 1, 0, 3 * BLOCK))
+        assert connection.receive_pdu().datal == BLOCK
+        connection.close()
+
+    rig = Rig(stack)
+    memory, seen = bytearray(b"\xff" * (64 * BLOCK)), list[PduFromHost]()
+    index = rig.controller(rig.peer(closes_in_the_middle))
+    buffer = GuardedBuffer(3 * BLOCK)
+    rig.submit(OPCODE_WRITE, buffer, slba=5)
+    rig.lose(index)
+    rig.down(index, fence_ms=None)
+    rig.controller(rig.peer(answering([], seen, memory)))
+    assert len(rig.poll(1, seconds=0.05)) == 0 and not seen
+    fence_ns = rig.down(index, fence_ms=50)
+    done = rig.poll(1)
+    assert list(done["error"]) == [0] and int(done["complete_ns"][0]) >= fence_ns
+    assert memory[5 * BLOCK : 8 * BLOCK] == buffer.array.tobytes() and buffer.is_untouched
+    assert memory[8 * BLOCK] == memory[5 * BLOCK - 1] == 0xFF
 
 
 def test_write_when_fence_is_not_known_yet_then_held_until_it_is(stack: ExitStack) -> None:
@@ -510,7 +544,7 @@ def test_paths_when_policy_then_commands_spread_by_it(stack: ExitStack, policy: 
         rig.controller(rig.peer(answering([], seen, bytearray(1024 * BLOCK))))
     for _ in range(3):
         for tag in range(16):
-            rig.submit(OPCODE_READ, GuardedBufferKeeper.new(BLOCK), tag=tag)
+            rig.submit(OPCODE_READ, GuardedBuffer(BLOCK), tag=tag)
         done = rig.poll(16)
         assert len(done) == 16 and not done["error"].any()
     lengths = [len(seen) for seen in counts]
@@ -523,28 +557,9 @@ def test_paths_when_policy_then_commands_spread_by_it(stack: ExitStack, policy: 
         assert min(lengths) >= 12
 
 
-class GuardedBufferKeeper:
-    """Keeps buffers alive whose only other reference is an address."""
-
-    kept: ClassVar[list[GuardedBuffer]] = []
-
-    @classmethod
-    def new(cls, size: int) -> GuardedBuffer:
-        cls.kept.append(GuardedBuffer(size))
-        return cls.kept[-1]
-
-
-@pytest.fixture(autouse=True)
-def forget_buffers() -> Iterator[None]:
-    yield
-    for buffer in GuardedBufferKeeper.kept:
-        buffer.check_guards()
-    GuardedBufferKeeper.kept.clear()
-
-
 def test_other_namespace_when_one_has_no_path_then_it_is_not_held_up(stack: ExitStack) -> None:
     rig = Rig(stack)
-    rig.submit(OPCODE_READ, GuardedBufferKeeper.new(BLOCK), tag=1)
+    rig.submit(OPCODE_READ, GuardedBuffer(BLOCK), tag=1)
     lame, rig.device = (
         rig.device,
         rig.queue.add_multipath(nsid=2, block_size_bytes=BLOCK, block_count=64, recovery=Recovery()),
@@ -678,7 +693,7 @@ def test_device_when_failed_then_commands_end_with_its_error_until_it_is_back(st
     rig = Rig(stack)
     index = rig.controller(rig.peer(MemoryScript(bytearray(64 * BLOCK))))
     rig.queue.set_path(rig.device, index, PathState.UNUSABLE)
-    rig.submit(OPCODE_READ, GuardedBufferKeeper.new(BLOCK))
+    rig.submit(OPCODE_READ, GuardedBuffer(BLOCK))
     assert len(rig.poll(1, seconds=0.02)) == 0
     rig.queue.fail_device(rig.device, errno.ENODEV)
     assert list(rig.poll(1)["error"]) == [-errno.ENODEV]
@@ -774,6 +789,6 @@ def test_poll_when_the_tables_were_changed_before_then_it_sleeps_all_the_same(st
     rig = Rig(stack)
     rig.controller(rig.peer(silent))
     stack.callback(released.set)
-    rig.submit(OPCODE_READ, GuardedBufferKeeper.new(BLOCK))
+    rig.submit(OPCODE_READ, GuardedBuffer(BLOCK))
     assert len(rig.poll(1, seconds=0.3)) == 0
     assert rig.queue.stats.sleeps < 20

@@ -109,7 +109,7 @@ def test_a_capsule_shorter_than_its_header_is_fatal(io: RawHost, plen: int) -> N
 def test_a_capsule_longer_than_the_target_takes_is_fatal(io: RawHost, plen: int) -> None:
     pdu = header(CAPSULE_CMD, plen=plen, pdo=72) + bytes(64)
     io.send(pdu)
-    check_term(io, FES_LIMIT, sent=pdu)
+    check_term(io, FES_INVALID_HEADER, 4, sent=pdu)
 
 
 @pytest.mark.parametrize("hlen", [0, 8, 71, 73, 255])
@@ -159,7 +159,7 @@ def test_an_ic_request_with_a_bad_field_is_fatal(target: RunningTarget, request_
 def test_more_in_capsule_data_than_offered_is_fatal(io: RawHost) -> None:
     data = bytes(2 * BLOCK)
     io.send(io.capsule(replace(write(0, len(data)), sgl_type=1), data))
-    check_term(io, FES_LIMIT)
+    check_term(io, FES_INVALID_HEADER, 4)
 
 
 def test_a_termination_request_closes_without_an_answer(io: RawHost) -> None:
