@@ -525,10 +525,26 @@ class Path:
             log.warning("%s: SMART: critical warning 0x%02x", self.where, warning)
             self._tell(EventKind.SMART_WARNING, f"critical warning 0x{warning:02x}")
         elif event.event_type == AsyncEventType.ERROR:
-            log.warning("%s: the controller reports an error: information 0x%02x", self.where, event.info)
-            self._tell(EventKind.CONTROLLER_ERROR, f"information 0x{event.info:02x}")
+            text = f"information 0x{event.info:02x}{self._newest_error(controller, limit)}"
+            log.warning("%s: the controller reports an error: %s", self.where, text)
+            self._tell(EventKind.CONTROLLER_ERROR, text)
             if event.info == _PERSISTENT_INTERNAL_ERROR:
                 self._wants_reset = "the controller reports a persistent internal error"
+
+    def _newest_error(self, controller: Controller, limit: Deadline) -> str:
+        """What the error log has to say; without it the event is told all the same."""
+        try:
+            entries = controller.error_log(deadline=limit)
+        except KvdevError as error:
+            log.info("%s: error log: %s", self.where, error)
+            return ""
+        if not entries:
+            return ""
+        newest = entries[0]
+        return (
+            f"; newest of {len(entries)} error log entries: qpair {newest.sqid} CID {newest.cid:#06x} "
+            f"status {newest.status_p >> 1:#06x} nsid {newest.nsid} LBA {newest.lba}"
+        )
 
     def _guard(self, action: object, what: str) -> None:
         assert callable(action)

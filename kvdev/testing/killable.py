@@ -54,7 +54,8 @@ class KillableTarget:
             path.touch()
             os.truncate(path, namespace_size_bytes)
         self.child: subprocess.Popen[bytes] | None = None
-        self._config = self._calls(min_kato_ms, ana_reporting)
+        self.calls = self._calls(min_kato_ms, ana_reporting)
+        """Its configuration, in the words of SPDK's RPC."""
 
     def uri(self, *, port: int | None = None, paths: tuple[int, ...] = ()) -> str:
         """The subsystem, at a port (the first one's), with further ports as paths."""
@@ -90,7 +91,7 @@ class KillableTarget:
         ready, config = self.folder / "ready", self.folder / "config"
         ready.unlink(missing_ok=True)
         self.rpc_socket.unlink(missing_ok=True)
-        config.write_text(json.dumps(self._config))
+        config.write_text(json.dumps(self.calls))
         arguments = [sys.executable, "-m", "kvdev.target", "--rpc-socket", str(self.rpc_socket)]
         arguments += ["--config", str(config), "--ready-file", str(ready)]
         if self.volatile_seed is not None:

@@ -24,7 +24,7 @@ from kvdev.testing.recovery import WAIT_S, soon, until, wait_event
 from kvdev.uri import DigestPolicy
 from kvdev.wire.features import Fid
 from kvdev.wire.identify import CTRATT_TBKAS, OAES_NAMESPACE_ATTRIBUTE
-from kvdev.wire.log import Lid, SmartLog
+from kvdev.wire.log import ErrorEntry, Lid, SmartLog
 from kvdev.wire.nvme import (
     AdminOpcode,
     AsyncEvent,
@@ -47,6 +47,7 @@ class Announcer(ControllerScript):
         self.requests: list[tuple[PeerConnection, PduFromHost]] = []
         self.arrived = threading.Condition()
         self.changed_ns = bytes(4096)
+        self.error_log = bytes(64)
         self.answer = self._answer
 
     def _answer(self, connection: PeerConnection, pdu: PduFromHost, sqe: Sqe) -> bool:
@@ -57,7 +58,11 @@ class Announcer(ControllerScript):
             return True
         if sqe.opc == AdminOpcode.GET_LOG_PAGE:
             command = GetLogPageCommand.from_sqe(sqe)
-            pages = {Lid.SMART: SmartLog(critical_warning=4).build(), Lid.CHANGED_NS: self.changed_ns}
+            pages = {
+                Lid.SMART: SmartLog(critical_warning=4).build(),
+                Lid.CHANGED_NS: self.changed_ns,
+                Lid.ERROR: self.error_log,
+            }
             if command.lid in pages:
                 connection.send_read(pdu, pages[Lid(command.lid)][: command.byte_count])
                 return True
@@ -95,9 +100,12 @@ def test_event_when_smart_warning_then_the_log_is_read_and_told(announcer: Rig) 
 
 def test_event_when_persistent_internal_error_then_the_controller_is_reset(announcer: Rig) -> None:
     script, _, device, subsystem = announcer
+    entry = ErrorEntry(error_count=9, sqid=1, cid=0x105, status_p=0x281 << 1, nsid=1, lba=77)
+    script.error_log = entry.build() * 2
     first = device.controller
     script.announce(AsyncEventType.ERROR, 3, Lid.ERROR)
-    wait_event(subsystem, EventKind.CONTROLLER_ERROR)
+    told = wait_event(subsystem, EventKind.CONTROLLER_ERROR).text
+    assert "newest of 1 error log entries: qpair 1 CID 0x0105 status 0x0281 nsid 1 LBA 77" in told
     assert "persistent internal error" in wait_event(subsystem, EventKind.PATH_DOWN).text
     wait_event(subsystem, EventKind.PATH_UP)
     assert device.controller is not first

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -216,3 +218,15 @@ def test_fault_when_raised_then_it_is_the_class_a_caller_acts_on(
 def test_execute_error_when_no_fault_is_known_then_the_code_decides(code: int, kind: type[Exception]) -> None:
     error = execute_error(code, None, where="x", operation="identify", elapsed_ms=1.0)
     assert type(error) is kind and "identify" in str(error)
+
+
+def test_qpair_when_its_depth_is_128_then_it_takes_less_than_a_megabyte() -> None:
+    def address_space_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = address_space_bytes()
+    qpairs = [HostQpair(qid=1, queue_size=129, trid="memory") for _ in range(32)]
+    each_bytes = (address_space_bytes() - before) / len(qpairs)
+    for qpair in qpairs:
+        qpair.close()
+    assert each_bytes < 1 << 20
