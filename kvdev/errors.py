@@ -110,6 +110,18 @@ class CommandError(KvdevError):
         return not self.dnr
 
 
+class AuthenticationError(KvdevError):
+    """One side could not prove who it is; ``reason`` is the specification's word for why.
+
+    ``is_ours``: this side found the fault. No secret and no message's content is in the text.
+    """
+
+    def __init__(self, message: str, *, reason: str, is_ours: bool) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.is_ours = is_ours
+
+
 class CorruptionError(KvdevError):
     """Stored bytes fail their checksum, or a structure on media contradicts itself."""
 

@@ -23,6 +23,7 @@ NQN_SIZE_BYTES_MAX = 223
 PORT_IO = 4420
 PORT_DISCOVERY = 8009
 NSID_MAX = 0xFFFF_FFFE
+KEY_NAME_SIZE_BYTES_MAX = 4000
 NAME_SIZE_BYTES_MAX = 223
 PATH_COUNT_MAX = 16
 """Paths to one subsystem; a bound on what one URI can make us connect to."""
@@ -35,10 +36,12 @@ _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _DOMAIN_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?")
 _HOST_LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]{1,10}")
-_OPTION_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+_KEY_OPTIONS = ("dhchap-key", "dhchap-ctrl-key")
 
 # What must be escaped inside a part so that the separators of the forms above stay unambiguous.
 _SAFE_IN_NQN = "/:.-_~!$'()*+;=@&"
+_SAFE_IN_KEY = "/:.-_~!$'()*+;=@"
 _SAFE_IN_PATH = "/:.-_~!$'()*+;=@&"
 _SAFE_IN_NAME = ":.-_~!$'()*+;=@/"
 
@@ -51,6 +54,44 @@ class DigestPolicy(enum.Enum):
     PREFER = "prefer"
     """Ask for it and go on without when the controller declines."""
     OFF = "off"
+
+
+@dataclass(frozen=True)
+class KeySource:
+    """Where a secret is kept: ``file`` with a path, or ``keyring`` with a description or serial number."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}"
+
+
+SECRET_PREFIXES = ("DHHC-1:", "NVMeTLSkey-1:")
+
+
+def refuse_secret(text: str, *, field: str) -> None:
+    """Raise UsageError, without repeating it, when a text holds a secret where the name of one belongs."""
+    if any(prefix.lower() in text.lower() for prefix in SECRET_PREFIXES):
+        raise UsageError(
+            f"{field}: expected the place of a secret, got the secret itself, which other users of this machine "
+            f"can read now: make a new one, keep it in a file with mode 0600 and write file:/PATH"
+        )
+
+
+def parse_key_source(text: str, *, field: str) -> KeySource:
+    """Parse ``file:/PATH`` or ``keyring:NAME``."""
+    refuse_secret(text, field=field)
+    kind, colon, name = text.partition(":")
+    if not colon or kind not in ("file", "keyring"):
+        raise UsageError(f"{field}: expected file:/PATH or keyring:NAME, got {text!r}")
+    if kind == "file" and not name.startswith("/"):
+        raise UsageError(f"{field}: file: expected an absolute path, got {name!r}")
+    if not name.isprintable() or not 0 < len(name.encode()) <= KEY_NAME_SIZE_BYTES_MAX:
+        raise UsageError(
+            f"{field}: {kind}: expected 1 to {KEY_NAME_SIZE_BYTES_MAX} bytes of printable text, got {name[:80]!r}"
+        )
+    return KeySource(kind, name)
 
 
 def check_nqn(text: str, *, field: str) -> str:
@@ -107,7 +148,8 @@ class TcpUri:
     nsid: int | None = None
     header_digest: DigestPolicy | None = None
     data_digest: DigestPolicy | None = None
-    key_name: str | None = None
+    dhchap_key: KeySource | None = None
+    dhchap_ctrl_key: KeySource | None = None
 
     @property
     def address(self) -> TcpAddress:
@@ -121,8 +163,9 @@ class TcpUri:
             options.append(f"hdgst={self.header_digest.value}")
         if self.data_digest is not None:
             options.append(f"ddgst={self.data_digest.value}")
-        if self.key_name is not None:
-            options.append(f"key={self.key_name}")
+        for name, source in (("dhchap-key", self.dhchap_key), ("dhchap-ctrl-key", self.dhchap_ctrl_key)):
+            if source is not None:
+                options.append(f"{name}={quote(str(source), safe=_SAFE_IN_KEY)}")
         options += [f"path={address}" for address in self.addresses[1:]]
         query = "?" + "&".join(options) if options else ""
         return f"tcp://{self.address}/{quote(self.subnqn, safe=_SAFE_IN_NQN)}{query}"
@@ -211,6 +254,7 @@ _FORMS = (
 
 def parse_uri(text: str) -> Uri:
     """Parse any of the forms; ``str()`` of the result gives a text that parses to the same value."""
+    refuse_secret(text, field="uri")
     if len(text) > URI_SIZE_MAX:
         raise UsageError(f"uri: expected at most {URI_SIZE_MAX} characters, got {len(text)}")
     volume_text, has_name, name_text = text.partition("#")
@@ -392,9 +436,10 @@ def _parse_tcp(text: str, rest: str) -> TcpUri:
             if len(addresses) > PATH_COUNT_MAX:
                 raise UsageError(f"uri: path: expected at most {PATH_COUNT_MAX} paths in {text[:80]!r}")
             continue
-        if name not in ("nsid", "hdgst", "ddgst", "key"):
+        if name not in ("nsid", "hdgst", "ddgst", *_KEY_OPTIONS):
             raise UsageError(
-                f"uri: option {name!r}: expected nsid=, hdgst=, ddgst=, key= or path= in {text!r}"
+                f"uri: option {name!r}: expected nsid=, hdgst=, ddgst=, dhchap-key=, dhchap-ctrl-key= or path= "
+                f"in {text!r}"
             )
         if name in given:
             raise UsageError(f"uri: option {name!r} is given twice in {text!r}")
@@ -405,7 +450,8 @@ def _parse_tcp(text: str, rest: str) -> TcpUri:
         nsid=_parse_nsid(given["nsid"]) if "nsid" in given else None,
         header_digest=_parse_policy("hdgst", given["hdgst"]) if "hdgst" in given else None,
         data_digest=_parse_policy("ddgst", given["ddgst"]) if "ddgst" in given else None,
-        key_name=_parse_key_name(given["key"]) if "key" in given else None,
+        dhchap_key=_parse_key("dhchap-key", given),
+        dhchap_ctrl_key=_parse_key("dhchap-ctrl-key", given),
     )
 
 
@@ -515,9 +561,7 @@ def _parse_policy(name: str, value: str) -> DigestPolicy:
         raise UsageError(f"uri: {name}: expected require, prefer or off, got {value!r}") from None
 
 
-def _parse_key_name(value: str) -> str:
-    if not _OPTION_NAME.fullmatch(value):
-        raise UsageError(
-            f"uri: key: expected a key's name of letters, digits, '.', '_' and '-', got {value!r}"
-        )
-    return value
+def _parse_key(name: str, given: dict[str, str]) -> KeySource | None:
+    if name not in given:
+        return None
+    return parse_key_source(_unquote(given[name], field=f"uri: {name}"), field=f"uri: {name}")

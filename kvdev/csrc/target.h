@@ -27,6 +27,8 @@
 
 #define KVDEV_TARGET_ACTION_NONE 0
 #define KVDEV_TARGET_ACTION_BIND 1     /* a Connect was granted: the connection becomes that queue */
+#define KVDEV_TARGET_ACTION_ADMIT 2    /* the host is authenticated: the queue takes all its commands */
+#define KVDEV_TARGET_ACTION_END 3      /* the connection ends once this completion is sent */
 
 struct kvdev_target_opts {
     uint32_t poller_count;
@@ -81,6 +83,8 @@ struct kvdev_target_completion {
     uint16_t qid;                  /* BIND */
     uint16_t sqsize;               /* BIND, 0's based */
     int32_t controller;            /* BIND */
+    uint8_t must_authenticate;     /* BIND: only Authentication Send and Receive until ADMIT */
+    uint8_t reserved[7];
 };
 
 struct kvdev_target_connection_info {

@@ -14,9 +14,18 @@
 #define OPC_DSM 0x09
 #define OPC_ADMIN_ASYNC_EVENT_REQUEST 0x0c
 #define FCTYPE_CONNECT 0x01
+#define FCTYPE_AUTHENTICATION_SEND 0x05
+#define FCTYPE_AUTHENTICATION_RECEIVE 0x06
 #define CDW12_FUA (1u << 30)
 #define DSM_ATTRIBUTE_DEALLOCATE (1u << 2)
 #define DSM_RANGE_BYTES 16u
+
+static int is_authentication(const struct kvdev_sqe *sqe)
+{
+    uint8_t fctype = (uint8_t)sqe->nsid;
+    return sqe->opc == OPC_FABRICS &&
+           (fctype == FCTYPE_AUTHENTICATION_SEND || fctype == FCTYPE_AUTHENTICATION_RECEIVE);
+}
 
 static int cid_mark(struct connection *connection, uint16_t cid)
 {
@@ -346,6 +355,7 @@ static void connect_decided(struct request *request)
     connection->sq_entries = (uint16_t)(done->sqsize + 1);
     connection->request_limit = connection->sq_entries;
     connection->sq_flow_control_off = done->sq_flow_control_off;
+    connection->must_authenticate = done->must_authenticate;
     connection->sq_head = (uint16_t)(1 % connection->sq_entries);
     connection->state = CONNECTION_LIVE;
     connection->deadline_ns = 0;
@@ -354,8 +364,10 @@ static void connect_decided(struct request *request)
     atomic_fetch_sub(&poller->unbound_now, 1);
     atomic_fetch_add(done->qid ? &poller->io_qpairs : &poller->admin_qpairs, 1);
     atomic_fetch_add(done->qid ? &poller->io_qpairs_now : &poller->admin_qpairs_now, 1);
-    connection->rx.link.in_capsule_max =
-        done->qid ? connection->transport.in_capsule_data_size : KVDEV_PDU_IN_CAPSULE_ADMIN;
+    /* Fabrics commands may carry that much on any queue; other commands are held to their own limit. */
+    connection->rx.link.in_capsule_max = KVDEV_PDU_IN_CAPSULE_ADMIN;
+    if (done->qid && connection->transport.in_capsule_data_size > KVDEV_PDU_IN_CAPSULE_ADMIN)
+        connection->rx.link.in_capsule_max = connection->transport.in_capsule_data_size;
 }
 
 void command_returned(struct request *request)
@@ -377,7 +389,11 @@ void command_returned(struct request *request)
     request->dw1 = request->completion.dw1;
     if (connection->state == CONNECTION_WAIT_CONNECT)
         connect_decided(request);
+    if (request->completion.action == KVDEV_TARGET_ACTION_ADMIT)
+        connection->must_authenticate = 0;
     respond(request);
+    if (request->completion.action == KVDEV_TARGET_ACTION_END)
+        connection_end(connection);
 }
 
 /* ---- capsules ---- */
@@ -601,7 +617,12 @@ static void capsule_start(struct request *request, uint32_t capsule_len)
             connection->is_connecting = 0; /* refused before anybody decided on it */
         return;
     }
-    if (connection->qid == 0)
+    int is_auth = is_authentication(&request->sqe);
+    if (connection->must_authenticate && !is_auth) {
+        fail(request, ST_AUTHENTICATION_REQUIRED); /* Base 2.1, 6.3 */
+        return;
+    }
+    if (connection->qid == 0 || is_auth)
         control_start(request, capsule_len);
     else
         io_start(request, capsule_len);
@@ -649,12 +670,21 @@ void command_capsule(struct connection *connection)
         connection_fault(connection, &fault);
         return;
     }
-    struct request *request = list_pop(&connection->free);
+    struct request *request = connection->free.first;
+    memcpy(request->raw_sqe, rx->head + 8, KVDEV_SQE_BYTES);
+    kvdev_sqe_load(request->raw_sqe, &request->sqe);
+    if (connection->qid && rx->pdu.data_len > connection->transport.in_capsule_data_size &&
+        request->sqe.opc != OPC_FABRICS) {
+        struct kvdev_pdu_fault fault;
+        kvdev_pdu_fault_set(&fault, KVDEV_RULE_IN_CAPSULE_MAX, KVDEV_PDU_CAPSULE_CMD,
+                            connection->transport.in_capsule_data_size, rx->pdu.data_len);
+        connection_fault(connection, &fault);
+        return;
+    }
+    list_pop(&connection->free);
     connection->outstanding++;
     request_reset(request);
     request->arrival_ns = connection->poller->now_ns;
-    memcpy(request->raw_sqe, rx->head + 8, KVDEV_SQE_BYTES);
-    kvdev_sqe_load(request->raw_sqe, &request->sqe);
     if (connection->sq_entries)
         connection->sq_head = (uint16_t)((connection->sq_head + 1u) % connection->sq_entries);
     atomic_store_explicit(&connection->poller->command_count,

@@ -46,6 +46,7 @@
 #define ST_WRITE_FAULT 0x0280
 #define ST_READ_ERROR 0x0281
 #define ST_COMPARE_FAILURE (0x0285 | ST_DNR)
+#define ST_AUTHENTICATION_REQUIRED (0x0191 | ST_DNR)
 
 enum request_state {
     REQUEST_FREE,
@@ -157,6 +158,8 @@ struct connection {
     uint8_t is_connecting;
     uint8_t sq_flow_control_off;
     uint8_t shut;
+    uint8_t must_authenticate;
+    uint8_t is_ending; /* closes when all that is to be sent is sent; takes nothing in */
     uint16_t qid;
     uint16_t sq_entries;
     uint16_t sq_head;
@@ -309,6 +312,7 @@ void target_namespace_put(struct kvdev_target *target, struct target_namespace *
 void *target_poller_main(void *poller);
 void connection_fault(struct connection *connection, const struct kvdev_pdu_fault *fault);
 void connection_close(struct connection *connection, int reason);
+void connection_end(struct connection *connection);
 void connection_mark_dirty(struct connection *connection);
 
 /* target_command.c */

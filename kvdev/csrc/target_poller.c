@@ -191,6 +191,13 @@ void connection_close(struct connection *connection, int reason)
     connection_detach(connection, reason, NULL, NULL);
 }
 
+/* Nothing more is taken in; what is to be sent goes out, then both sides close. */
+void connection_end(struct connection *connection)
+{
+    connection->is_ending = 1;
+    deadline_set(connection, connection->target->opts.linger_timeout_ms);
+}
+
 /* The peer broke the protocol: one C2HTermReq, after the PDU that is half sent if there is one, then close. */
 void connection_fault(struct connection *connection, const struct kvdev_pdu_fault *fault)
 {
@@ -245,6 +252,12 @@ static void connections_reap(struct poller *poller)
         pthread_mutex_unlock(&target->lock);
         munmap(connection, connection->map_bytes);
     }
+}
+
+static int is_receiving_state(const struct connection *connection)
+{
+    return connection->state == CONNECTION_WAIT_IC || connection->state == CONNECTION_WAIT_CONNECT ||
+           connection->state == CONNECTION_LIVE;
 }
 
 /* ---- sending ---- */
@@ -343,6 +356,12 @@ static void connection_flush(struct connection *connection)
         int count = iov_fill(connection, iov, TARGET_IOV_MAX);
         if (count == 0) {
             wants_out_set(connection, 0);
+            if (connection->is_ending && is_receiving_state(connection)) {
+                connection->state = CONNECTION_LINGER;
+                connection->control_len = 0;
+                connection->control_sent = 0;
+                connection_detach(connection, -EACCES, NULL, NULL);
+            }
             if (connection->state == CONNECTION_LINGER && !connection->shut) {
                 /* Half-close, then wait for the peer's end: an early close would reset the connection and
                  * could take the Term PDU with it. */
@@ -408,8 +427,7 @@ static void pdu_header(struct connection *connection)
 
 static int is_receiving(const struct connection *connection)
 {
-    return connection->state == CONNECTION_WAIT_IC || connection->state == CONNECTION_WAIT_CONNECT ||
-           connection->state == CONNECTION_LIVE;
+    return is_receiving_state(connection) && !connection->is_ending;
 }
 
 static void received(struct connection *connection, const uint8_t *buf, size_t len)
@@ -739,7 +757,7 @@ static void event_handle(struct poller *poller, const struct epoll_event *event)
     if (connection->state == CONNECTION_CLOSED)
         return; /* closed earlier in this round */
     if (event->events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-        if (connection->state == CONNECTION_LINGER)
+        if (connection->state == CONNECTION_LINGER || connection->is_ending)
             linger_readable(connection);
         else
             connection_readable(connection);

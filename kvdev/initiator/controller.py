@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 from kvdev.clock import NS_PER_MS, Deadline
 from kvdev.errors import (
@@ -28,6 +29,7 @@ from kvdev.errors import (
     UsageError,
 )
 from kvdev.initiator import limits
+from kvdev.initiator.authenticate import HostAuthenticator
 from kvdev.initiator.cancel import CancelToken
 from kvdev.initiator.channel import LOG_CHUNK_SIZE_BYTES, AdminChannel, sooner
 from kvdev.initiator.failure import connect_refused, with_remedy
@@ -35,7 +37,7 @@ from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.options import ControllerOptions
 from kvdev.initiator.resolve import resolve
 from kvdev.native.admin import AdminThread
-from kvdev.native.queue import HostQpair, HostQueue
+from kvdev.native.queue import Completion, HostQpair, HostQueue
 from kvdev.uri import DISCOVERY_NQN, TcpAddress, TcpUri
 from kvdev.wire.fabrics import (
     CATTR_DISABLE_SQ_FLOW_CONTROL,
@@ -64,7 +66,7 @@ from kvdev.wire.identify import (
     IdentifyController,
 )
 from kvdev.wire.log import ErrorEntry, Lid, SmartLog, parse_error_log
-from kvdev.wire.nvme import CNTLID_DYNAMIC, NSID_ALL, AsyncEvent, FeaturesCommand, status_name
+from kvdev.wire.nvme import CNTLID_DYNAMIC, NSID_ALL, AsyncEvent, FeaturesCommand, Sqe, status_name
 
 log = logging.getLogger("kvdev.initiator")
 
@@ -121,6 +123,9 @@ class Controller:
         self._nvm_limits: CsiControllerNvm | None = None
         self._queue: HostQueue | None = None
         self._qpairs: dict[int, HostQpair] = {}
+        self._authenticator = HostAuthenticator(
+            host_nqn=host.host_nqn, subnqn=uri.subnqn, options=options, address=address
+        )
         self._is_closed = False
         self._token: CancelToken | None = None
         # Never set: a pause between two looks at CSTS, with a bound.
@@ -144,11 +149,6 @@ class Controller:
         target refused), ProtocolError (it broke a rule) or UnsupportedError, each with a remedy.
         """
         options = _merge(uri, options or ControllerOptions())
-        if uri.key_name is not None:
-            raise UnsupportedError(
-                f"{uri.address}: key: authentication and TLS are not built in; leave out key={uri.key_name}",
-                feature="authentication",
-            )
         failures: list[TransportError] = []
         for address in uri.addresses:
             try:
@@ -259,12 +259,6 @@ class Controller:
                 address=self.address,
             )
         result = ConnectResult.parse(completion.dw0)
-        if result.authreq_atr or result.authreq_ascr:
-            raise UnsupportedError(
-                f"{qpair.where}: connect: the subsystem {self.uri.subnqn} demands authentication of this host, "
-                f"which this build lacks (AUTHREQ 0x{completion.dw0 >> 16:x})",
-                feature="authentication",
-            )
         if is_admin:
             self.cntlid = result.cntlid
         elif result.cntlid != self.cntlid:
@@ -272,6 +266,27 @@ class Controller:
                 f"{qpair.where}: connect CNTLID: expected 0x{self.cntlid:04x} as on the admin queue, "
                 f"got 0x{result.cntlid:04x}"
             )
+        self._authenticator.admit(
+            qpair.execute,
+            result,
+            where=qpair.where,
+            deadline=sooner(deadline, self.options.admin_timeout_s),
+        )
+
+    def reauthenticate(self, *, deadline: Deadline) -> None:
+        """Authenticate again on the admin queue, both sides where there is a controller secret.
+
+        Secrets are read anew. Raises AuthenticationError, after which the association has ended; UsageError
+        where this host has no secret.
+        """
+        channel = self.channel
+
+        def execute(sqe: bytes, *, data: Any, is_write: bool, deadline: Deadline) -> Completion:
+            return channel.run_unchecked(
+                Sqe.parse(sqe), what="authentication", data=data, is_write=is_write, deadline=deadline
+            )
+
+        self._authenticator.run(execute, where=self.where, deadline=deadline)
 
     def _enable(self, deadline: Deadline) -> None:
         """Base 3.5.2: configure with CC.EN 0, set it, wait for CSTS.RDY."""
@@ -703,9 +718,11 @@ class Controller:
 
 
 def _merge(uri: TcpUri, options: ControllerOptions) -> ControllerOptions:
-    """The options with the URI's digest policies, which win."""
+    """The options with the URI's digest policies and secrets, which win."""
     return dataclasses.replace(
         options,
         header_digest=uri.header_digest or options.header_digest,
         data_digest=uri.data_digest or options.data_digest,
+        dhchap_key=uri.dhchap_key or options.dhchap_key,
+        dhchap_ctrl_key=uri.dhchap_ctrl_key or options.dhchap_ctrl_key,
     )

@@ -47,7 +47,8 @@ def _connect_remedy(completion: Completion, *, subnqn: str, host_nqn: str, addre
         FabricsStatus.CONNECT_INVALID_HOST: f"add the host NQN {host_nqn} to the allow list of {subnqn}",
         FabricsStatus.CONTROLLER_BUSY: f"{subnqn} has no free controller; try again later, or disconnect a host",
         FabricsStatus.CONNECT_RESTART_DISCOVERY: f"{subnqn} has moved; `kvdev discover {address}` tells where",
-        FabricsStatus.AUTHENTICATION_REQUIRED: f"{subnqn} demands authentication, which this build lacks",
+        FabricsStatus.AUTHENTICATION_REQUIRED: f"{subnqn} demands authentication; name the secret of this host "
+        f"with dhchap-key=file:/PATH",
         FabricsStatus.INCOMPATIBLE_FORMAT: "the controller speaks another record format",
     }
     return remedies_by_code.get(FabricsStatus(code), "") if code in list(FabricsStatus) else ""

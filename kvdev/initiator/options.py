@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from kvdev.errors import UsageError
 from kvdev.native.queue import PathPolicy
-from kvdev.uri import DigestPolicy
+from kvdev.security.chap import DH_GROUPS_DEFAULT, HASHES_DEFAULT
+from kvdev.uri import DigestPolicy, KeySource
+from kvdev.wire.auth import DhGroupId, HashId
 
 IO_QUEUE_COUNT_MAX = 16
 """Queue pairs that one namespace is spread over."""
@@ -51,6 +53,10 @@ class ControllerOptions:
     the last part of it for controllers that report no CQT. With ``is_peer_close_trusted`` a connection that
     the controller closes is taken to mean that it has noticed, which a middlebox can fake.
     ``is_cache_shared``: the controllers of a subsystem share its volatile cache, if it has one.
+
+    ``dhchap_key`` is where this host's secret is kept, ``dhchap_ctrl_key`` the subsystem's: with the latter a
+    controller that does not prove to have it is refused. Both are read at each connect. ``dhchap_digests`` and
+    ``dhchap_dhgroups`` are what this host agrees to, in its order of preference.
     """
 
     kato_ms: int = 10_000
@@ -74,6 +80,10 @@ class ControllerOptions:
     cqt_default_s: float = 10.0
     is_peer_close_trusted: bool = False
     is_cache_shared: bool = True
+    dhchap_key: KeySource | None = None
+    dhchap_ctrl_key: KeySource | None = None
+    dhchap_digests: tuple[HashId, ...] = HASHES_DEFAULT
+    dhchap_dhgroups: tuple[DhGroupId, ...] = DH_GROUPS_DEFAULT
 
     @property
     def fail_after_s(self) -> float | None:
@@ -101,6 +111,16 @@ class ControllerOptions:
                     f"{name}: expected more than 0 and at most {TIMEOUT_S_MAX:g} s, got {value!r}"
                 )
         self._check_recovery()
+        self._check_authentication()
+
+    def _check_authentication(self) -> None:
+        if self.dhchap_ctrl_key is not None and self.dhchap_key is None:
+            raise UsageError("dhchap_ctrl_key: expected a dhchap_key as well: the host authenticates first")
+        for name, kind in (("dhchap_digests", HashId), ("dhchap_dhgroups", DhGroupId)):
+            values = getattr(self, name)
+            if not values or not all(isinstance(each, kind) for each in values):
+                names = ", ".join(each.name.lower() for each in kind)
+                raise UsageError(f"{name}: expected one or more of {names}, got {values!r}")
 
     def _check_recovery(self) -> None:
         _check_int("retry_count", self.retry_count, 0, RETRY_COUNT_MAX)

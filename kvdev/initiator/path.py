@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvdev.clock import NS_PER_S, SYSTEM_CLOCK, Deadline
-from kvdev.errors import CommandError, DeadlineError, KvdevError, UnsupportedError, UsageError
+from kvdev.errors import (
+    AuthenticationError,
+    CommandError,
+    DeadlineError,
+    KvdevError,
+    UnsupportedError,
+    UsageError,
+)
 from kvdev.initiator.cancel import CancelToken
 from kvdev.initiator.change import ana_log_size_bytes, is_changing
 from kvdev.initiator.channel import LOG_CHUNK_SIZE_BYTES
@@ -251,7 +258,9 @@ class Path:
         except KvdevError as error:
             if self._is_closing:
                 return
-            is_final = (isinstance(error, CommandError) and error.dnr) or isinstance(error, UnsupportedError)
+            is_final = (isinstance(error, CommandError) and error.dnr) or isinstance(
+                error, (UnsupportedError, AuthenticationError)
+            )
             if is_final:
                 self._end(str(error))
                 return

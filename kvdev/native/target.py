@@ -574,17 +574,22 @@ class TargetCore:
         self,
         handle: int,
         *,
-        cntlid: int,
         controller: int,
         qid: int,
         sqsize_0based: int,
         sq_flow_control_off: bool,
+        dw0: int,
+        must_authenticate: bool = False,
     ) -> None:
-        """Grant a Connect: its connection becomes that queue of the controller."""
+        """Grant a Connect: its connection becomes that queue of the controller.
+
+        With ``must_authenticate`` it takes only Authentication Send and Receive until ``complete_admit``.
+        """
         self._complete(
             {
                 "handle": handle,
-                "dw0": cntlid,
+                "dw0": dw0,
+                "must_authenticate": int(must_authenticate),
                 "action": lib.KVDEV_TARGET_ACTION_BIND,
                 "controller": controller,
                 "qid": qid,
@@ -592,6 +597,14 @@ class TargetCore:
                 "sq_flow_control_off": int(sq_flow_control_off),
             }
         )
+
+    def complete_admit(self, handle: int) -> None:
+        """Complete the command that ends an authentication: the queue takes all its commands from now on."""
+        self._complete({"handle": handle, "action": lib.KVDEV_TARGET_ACTION_ADMIT})
+
+    def complete_end(self, handle: int, *, status: int = 0) -> None:
+        """Complete a command; its connection ends once that is sent."""
+        self._complete({"handle": handle, "status": status, "action": lib.KVDEV_TARGET_ACTION_END})
 
     def _complete(self, values: dict[str, int]) -> None:
         completion = ffi.new("struct kvdev_target_completion *", values)

@@ -297,8 +297,6 @@ class Controller:
                 return self._property_set(PropertyCommand.from_sqe(sqe), arrival_ns)
             case FabricsType.CONNECT:
                 return refused(Status.COMMAND_SEQUENCE_ERROR)  # this queue is connected
-            case FabricsType.AUTHENTICATION_SEND | FabricsType.AUTHENTICATION_RECEIVE:
-                return refused(Status.COMMAND_SEQUENCE_ERROR)  # Connect did not ask for it
             case _:
                 return refused(Status.INVALID_FIELD)
 

@@ -18,6 +18,7 @@ from kvdev.target.model import (
     DISCOVERY_NQN,
     Bdev,
     BdevKind,
+    FileKey,
     RemoteBackend,
     RemoteController,
     RemoteId,
@@ -334,14 +335,6 @@ class VhostControllers:
             if controller.bdev_name == bdev.name:
                 self.backend().bdev_gone(controller.name)
                 controller.bdev_name = None
-
-
-@dataclass(frozen=True)
-class FileKey:
-    """A key in a file; its bytes are read when they are used, never kept here."""
-
-    name: str
-    path: str
 
 
 class Keyring:

@@ -204,6 +204,31 @@ class NamespaceEntry:
 
 
 @dataclass(frozen=True)
+class FileKey:
+    """A key in a file; its bytes are read when they are used, never kept here."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class HostKeys:
+    """What a host of a subsystem must prove to have, and what the subsystem proves to it."""
+
+    dhchap_key: FileKey | None = None
+    dhchap_ctrlr_key: FileKey | None = None
+    psk: FileKey | None = None
+
+    def names(self) -> dict[str, str]:
+        """The names of those that are set, by SPDK's parameter."""
+        keys = {name: getattr(self, name) for name in ("psk", "dhchap_key", "dhchap_ctrlr_key")}
+        return {name: key.name for name, key in keys.items() if key is not None}
+
+
+NO_KEYS = HostKeys()
+
+
+@dataclass(frozen=True)
 class Subsystem:
     """One NVM subsystem, or the discovery subsystem (``is_discovery``)."""
 
@@ -219,6 +244,8 @@ class Subsystem:
     dmrsl: int = 0
     wzsl: int = 0
     hosts: tuple[str, ...] = ()
+    host_keys: Mapping[str, HostKeys] = field(default_factory=lambda: MappingProxyType({}))
+    """By host NQN; hosts without keys are left out."""
     listeners: tuple[ListenAddress, ...] = ()
     namespaces: Mapping[int, NamespaceEntry] = field(default_factory=lambda: MappingProxyType({}))
     ana_states: Mapping[tuple[ListenAddress, int], AnaState] = field(
@@ -232,6 +259,9 @@ class Subsystem:
 
     def is_host_allowed(self, host_nqn: str) -> bool:
         return self.allow_any_host or host_nqn in self.hosts
+
+    def keys_of(self, host_nqn: str) -> HostKeys:
+        return self.host_keys.get(host_nqn, NO_KEYS)
 
     def is_listening_on(self, address: str, port: int) -> bool:
         """Whether this subsystem may be reached through that listening socket (its own local address)."""
@@ -525,6 +555,18 @@ def probe_file(filename: str, *, is_readonly: bool) -> tuple[int, int]:
         return os.fstat(fd).st_size, 0
     finally:
         os.close(fd)
+
+
+def _check_keys(keys: HostKeys) -> None:
+    if keys.dhchap_ctrlr_key is not None and keys.dhchap_key is None:
+        raise invalid_params("dhchap_ctrlr_key: expected a dhchap_key as well")
+    if keys.dhchap_key is not None and keys.dhchap_key == keys.dhchap_ctrlr_key:
+        raise invalid_params("dhchap_ctrlr_key: expected another key than dhchap_key: each proves one side")
+
+
+def _with_keys(subsystem: Subsystem, host_nqn: str, keys: HostKeys) -> Mapping[str, HostKeys]:
+    others = {nqn: kept for nqn, kept in subsystem.host_keys.items() if nqn != host_nqn}
+    return MappingProxyType(others if keys == NO_KEYS else {**others, host_nqn: keys})
 
 
 def _is_loopback(address: str) -> bool:
@@ -1171,7 +1213,7 @@ class TargetModel:
             del self._listener_users[listener]
             self._backend.stop_listener(listener.address, listener.port)
 
-    def add_host(self, nqn: str, host_nqn: str) -> None:
+    def add_host(self, nqn: str, host_nqn: str, keys: HostKeys = NO_KEYS) -> None:
         subsystem = self.find_subsystem(nqn)
         if not is_valid_nqn(host_nqn):
             raise SpdkError(ERROR_INTERNAL, f"Internal error: host: no valid NQN: {host_nqn!r}")
@@ -1179,8 +1221,22 @@ class TargetModel:
             raise SpdkError(ERROR_INTERNAL, f"Internal error: host: {host_nqn} is allowed already")
         if len(subsystem.hosts) >= HOST_COUNT_LIMIT:
             raise SpdkError(ERROR_INTERNAL, f"Internal error: host: at most {HOST_COUNT_LIMIT} per subsystem")
+        _check_keys(keys)
         # SPDK lists the newest first.
-        self._replace_subsystem(replace(subsystem, hosts=(host_nqn, *subsystem.hosts)))
+        hosts = (host_nqn, *subsystem.hosts)
+        self._replace_subsystem(
+            replace(subsystem, hosts=hosts, host_keys=_with_keys(subsystem, host_nqn, keys))
+        )
+        self._backend.subsystem_changed(nqn)
+
+    def set_host_keys(self, nqn: str, host_nqn: str, keys: HostKeys) -> None:
+        """Replace a host's DH-HMAC-CHAP keys, from its next authentication on; what is connected stays."""
+        subsystem = self.find_subsystem(nqn)
+        if host_nqn not in subsystem.hosts:
+            raise SpdkError(ERROR_INTERNAL, f"Internal error: host: {host_nqn} is not in the list")
+        _check_keys(keys)
+        keys = replace(keys, psk=subsystem.keys_of(host_nqn).psk)
+        self._replace_subsystem(replace(subsystem, host_keys=_with_keys(subsystem, host_nqn, keys)))
         self._backend.subsystem_changed(nqn)
 
     def remove_host(self, nqn: str, host_nqn: str) -> None:
@@ -1188,7 +1244,8 @@ class TargetModel:
         if host_nqn not in subsystem.hosts:
             raise SpdkError(ERROR_INTERNAL, f"Internal error: host: {host_nqn} is not in the list")
         kept = tuple(other for other in subsystem.hosts if other != host_nqn)
-        self._replace_subsystem(replace(subsystem, hosts=kept))
+        keys = _with_keys(subsystem, host_nqn, NO_KEYS)
+        self._replace_subsystem(replace(subsystem, hosts=kept, host_keys=keys))
         self._backend.subsystem_changed(nqn)
 
     def set_allow_any_host(self, nqn: str, is_allowed: bool) -> None:

@@ -334,7 +334,7 @@ class HostMethods:
                 is_relaxed=True,
             ),
             "keyring_file_remove_key": flat(
-                true_after(self.keyring.remove), fields_of("keyring_file_remove_key"), strerror
+                true_after(self._keyring_remove_key), fields_of("keyring_file_remove_key"), strerror
             ),
             "keyring_get_keys": Method(self._keyring_get_keys, {}),
             "thread_get_stats": no_params(self._thread_get_stats, "'thread_get_stats' requires no arguments"),
@@ -347,6 +347,14 @@ class HostMethods:
                 self._framework_get_scheduler, "'framework_get_scheduler' requires no arguments"
             ),
         }
+
+    def _keyring_remove_key(self, name: str) -> None:
+        """Remove a key that nothing names: what names one could not be configured again at a restart."""
+        for subsystem in self._model.subsystems():
+            for host, keys in subsystem.host_keys.items():
+                if name in keys.names().values():
+                    raise m.errno_error(errno.EBUSY, f"key {name!r} is used by {host} of {subsystem.nqn}")
+        self.keyring.remove(name)
 
     def _keyring_get_keys(self) -> Result:
         return [

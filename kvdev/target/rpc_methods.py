@@ -876,6 +876,15 @@ class RpcMethods:
                 },
                 is_relaxed=True,
             ),
+            "nvmf_subsystem_set_keys": nvmf(
+                self._nvmf_subsystem_set_keys,
+                {
+                    **nqn,
+                    "host": required(p.text),
+                    "dhchap_key": optional(p.secret),
+                    "dhchap_ctrlr_key": optional(p.secret),
+                },
+            ),
             "nvmf_subsystem_remove_host": nvmf(
                 self._nvmf_subsystem_remove_host,
                 {**nqn, "host": required(p.text), "timeout_ms": optional(p.uint64)},
@@ -1012,15 +1021,31 @@ class RpcMethods:
         dhchap_ctrlr_key: str | None = None,
     ) -> Result:
         self._model.find_subsystem(nqn)
-        for name, key in (
-            ("psk", psk),
-            ("dhchap_key", dhchap_key),
-            ("dhchap_ctrlr_key", dhchap_ctrlr_key),
-        ):
-            if key is not None:
-                raise m.invalid_params(f"{name}: not supported here")
-        self._model.add_host(nqn, host)
+        if psk is not None:
+            raise m.invalid_params("psk: TLS is not supported here")
+        self._model.add_host(
+            nqn, host, self._host_keys(dhchap_key=dhchap_key, dhchap_ctrlr_key=dhchap_ctrlr_key)
+        )
         return True
+
+    def _nvmf_subsystem_set_keys(
+        self, nqn: str, host: str, dhchap_key: str | None = None, dhchap_ctrlr_key: str | None = None
+    ) -> Result:
+        keys = self._host_keys(dhchap_key=dhchap_key, dhchap_ctrlr_key=dhchap_ctrlr_key)
+        self._model.set_host_keys(nqn, host, keys)
+        return True
+
+    def _host_keys(self, **names: str | None) -> m.HostKeys:
+        """Keys by the names they have in the keyring; the name is not repeated in a refusal."""
+        found: dict[str, m.FileKey] = {}
+        for parameter, name in names.items():
+            if name is None:
+                continue
+            key = self.host.keyring.keys.get(name)
+            if key is None:
+                raise m.invalid_params(f"{parameter}: no such key: call keyring_file_add_key first")
+            found[parameter] = key
+        return m.HostKeys(**found)
 
     def _nvmf_subsystem_remove_host(self, nqn: str, host: str, timeout_ms: int = 0) -> Result:
         del timeout_ms  # Ending the host's controllers is bounded by the data path.
@@ -1086,7 +1111,8 @@ class RpcMethods:
                 continue
             calls.append({"method": "nvmf_create_subsystem", "params": _subsystem_config(subsystem)})
             for host in reversed(subsystem.hosts):
-                params: dict[str, Any] = {"nqn": subsystem.nqn, "host": host}
+                keys = subsystem.keys_of(host).names()
+                params: dict[str, Any] = {"nqn": subsystem.nqn, "host": host, **keys}
                 calls.append({"method": "nvmf_subsystem_add_host", "params": params})
             for entry in subsystem.namespaces.values():
                 namespace = {"nsid": entry.nsid, "bdev_name": entry.bdev_name, **_identity_json(entry)}
@@ -1216,7 +1242,7 @@ def _subsystem_json(subsystem: m.Subsystem) -> dict[str, Any]:
         "subtype": "Discovery" if subsystem.is_discovery else "NVMe",
         "listen_addresses": [_listener_json(listener) for listener in subsystem.listeners],
         "allow_any_host": subsystem.allow_any_host,
-        "hosts": [{"nqn": host} for host in subsystem.hosts],
+        "hosts": [{"nqn": host, **subsystem.keys_of(host).names()} for host in subsystem.hosts],
     }
     if subsystem.is_discovery:
         return described

@@ -34,6 +34,8 @@ from kvdev.native.target import (
     NativeInjection,
     TargetCore,
 )
+from kvdev.security.chap import DH_GROUPS_DEFAULT, HASHES_DEFAULT, ChapParty
+from kvdev.target.authenticate import Authenticator, credentials_of
 from kvdev.target.controller import (
     KATO_MS_MAX,
     Answer,
@@ -60,15 +62,17 @@ from kvdev.target.model import (
     Transport,
 )
 from kvdev.units import MIB, is_power_of_two
+from kvdev.wire.auth import DhGroupId, HashId, is_auth_command
 from kvdev.wire.fabrics import (
     CATTR_DISABLE_SQ_FLOW_CONTROL,
     CONNECT_DATA_BYTES,
     ConnectCommand,
     ConnectData,
+    ConnectResult,
     InvalidParameter,
 )
 from kvdev.wire.layout import WireError
-from kvdev.wire.log import AddressFamily, DiscoveryEntry, build_discovery_log
+from kvdev.wire.log import TREQ_AUTHENTICATION, AddressFamily, DiscoveryEntry, build_discovery_log
 from kvdev.wire.nvme import CNTLID_DYNAMIC, FabricsStatus, Sqe, Status
 
 log = logging.getLogger("kvdev.target")
@@ -100,6 +104,9 @@ class TargetOptions:
     """Touch the memory of bdevs when they are made."""
     volatile_seed: int | None = None
     """Give file bdevs a volatile cache: a kill loses what was not flushed, but for blocks the seed chooses."""
+    dhchap_digests: tuple[HashId, ...] = HASHES_DEFAULT
+    """What hosts may authenticate with; of what a host offers the first of these is taken."""
+    dhchap_dhgroups: tuple[DhGroupId, ...] = DH_GROUPS_DEFAULT
 
 
 _OPERATIONS = {
@@ -176,6 +183,7 @@ class TargetService:
         self._options = options or TargetOptions()
         self._lock = threading.RLock()
         self._core_or_none: TargetCore | None = None
+        self._auth_or_none: Authenticator | None = None
         self._view: TargetView | None = None
         self._transport = Transport()
         self._bdevs: dict[int, NativeBdev] = {}
@@ -211,6 +219,7 @@ class TargetService:
         if self._core_or_none is not None:
             raise UsageError("target: it runs already")
         self._core_or_none = TargetCore(self._options.core)
+        self._auth_or_none = Authenticator(self._core_or_none, self._lock)
         self._stopping = False
         self._subsystem_added_locked(DISCOVERY_NQN, nsid_max=1)
         self._thread = threading.Thread(target=self._control_loop, name="kvdev-target-control", daemon=True)
@@ -228,6 +237,7 @@ class TargetService:
             thread.join(deadline.remaining_s())
             if thread.is_alive():
                 raise DeadlineError("target: the control thread does not end", operation="stop target")
+        self._auth.stop()
         self._thread = None
         self._core_or_none = None
         core.close(timeout_s=max(deadline.remaining_s(), 0.1))
@@ -250,6 +260,11 @@ class TargetService:
         if self._core_or_none is None:
             raise UsageError("target: it is not running: call start first")
         return self._core_or_none
+
+    @property
+    def _auth(self) -> Authenticator:
+        assert self._auth_or_none is not None, "made with the core"
+        return self._auth_or_none
 
     def attach(self, view: TargetView) -> None:
         self._view = view
@@ -670,13 +685,15 @@ class TargetService:
         for subsystem in self._view.subsystems() if self._view is not None else ():
             if subsystem.is_discovery or not subsystem.is_host_allowed(controller.host_nqn):
                 continue
+            has_key = subsystem.keys_of(controller.host_nqn).dhchap_key is not None
             for where in subsystem.listeners:
                 # A wildcard address says nothing to a host: it gets the one it came to.
                 address = local if where.address in ("0.0.0.0", "::") else where.address
                 entries.append(
                     DiscoveryEntry(
                         adrfam=AddressFamily.IPV6 if ":" in address else AddressFamily.IPV4,
-                        treq=2 << 0 | 1 << 2,  # secure channel not required, SQ flow control may be disabled
+                        # Secure channel not required, SQ flow control may be disabled.
+                        treq=2 << 0 | 1 << 2 | (TREQ_AUTHENTICATION if has_key else 0),
                         portid=ports.get(where, 0),
                         asqsz=self._transport.max_aq_depth,
                         trsvcid=str(where.port),
@@ -731,6 +748,7 @@ class TargetService:
         return min(max(wait_s, 0.0), CONTROL_WAIT_LIMIT_S)
 
     def _expire_locked(self, now_ns: int) -> None:
+        self._auth.expire(now_ns)
         for state in self._subsystems.values():
             for controller in list(state.controllers.values()):
                 if controller.is_timer_active and now_ns >= controller.expires_ns:
@@ -765,6 +783,7 @@ class TargetService:
         if event.fault_text:
             self.fault_log_count += 1
             log.warning("target: connection %d: %s", event.connection, event.fault_text)
+        self._auth.forget(event.connection)
         link = self._links.pop(event.connection, None)
         if link is None:
             return
@@ -789,6 +808,9 @@ class TargetService:
             answer = self._connect_locked(core, event, sqe)
             if answer is not None:
                 core.complete(event.handle, status=answer.status, dw0=answer.dw0)
+            return
+        if is_auth_command(sqe):
+            self._auth.command(event, sqe)
             return
         answer = link.controller.execute(sqe, event.data, handle=event.handle, arrival_ns=event.arrival_ns)
         if answer.is_held:
@@ -905,17 +927,33 @@ class TargetService:
         self._grant(core, event, command, controller)
         return None
 
-    @staticmethod
     def _grant(
-        core: TargetCore, event: CapsuleEvent, command: ConnectCommand, controller: Controller
+        self, core: TargetCore, event: CapsuleEvent, command: ConnectCommand, controller: Controller
     ) -> None:
+        must_authenticate = controller.subsystem.keys_of(controller.host_nqn).dhchap_key is not None
+        if must_authenticate:
+            self._expect_authentication_locked(event, command.qid, controller)
+        result = ConnectResult(controller.cntlid, authreq_atr=must_authenticate, authreq_ascr=False)
         core.complete_connect(
             event.handle,
-            cntlid=controller.cntlid,
+            dw0=result.build(),
+            must_authenticate=must_authenticate,
             controller=controller.core_index,
             qid=command.qid,
             sqsize_0based=command.sqsize_0based,
             sq_flow_control_off=bool(command.cattr & CATTR_DISABLE_SQ_FLOW_CONTROL),
+        )
+
+    def _expect_authentication_locked(self, event: CapsuleEvent, qid: int, controller: Controller) -> None:
+        subnqn, host_nqn, view = controller.subsystem.nqn, controller.host_nqn, self._view
+        assert view is not None, "a host was let in by it"
+        self._auth.expect(
+            event.connection,
+            ChapParty(host_nqn, subnqn, self._options.dhchap_digests, self._options.dhchap_dhgroups),
+            lambda: credentials_of(view, subnqn, host_nqn),
+            where=f"controller {controller.cntlid} of {subnqn}, queue {qid}, host {host_nqn}",
+            timeout_ms=controller.kato_ms,
+            now_ns=event.arrival_ns,
         )
 
 

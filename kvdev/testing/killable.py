@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,7 +45,10 @@ class KillableTarget:
         min_kato_ms: int = 100,
         ana_reporting: bool = False,
         volatile_seed: int | None = None,
+        first_calls: Sequence[dict[str, Any]] = (),
+        last_calls: Sequence[dict[str, Any]] = (),
     ) -> None:
+        """``first_calls`` and ``last_calls`` go around the configuration made here."""
         self.folder = folder
         self.nqn = nqn
         self.ports = free_ports(port_count)
@@ -54,7 +58,7 @@ class KillableTarget:
             path.touch()
             os.truncate(path, namespace_size_bytes)
         self.child: subprocess.Popen[bytes] | None = None
-        self.calls = self._calls(min_kato_ms, ana_reporting)
+        self.calls = [*first_calls, *self._calls(min_kato_ms, ana_reporting), *last_calls]
         """Its configuration, in the words of SPDK's RPC."""
 
     def uri(self, *, port: int | None = None, paths: tuple[int, ...] = ()) -> str:

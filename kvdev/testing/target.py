@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvdev.native.target import NativeBdev
-from kvdev.target.model import BdevKind, ListenAddress, Subsystem, TargetModel, Transport
+from kvdev.target.model import (
+    NO_KEYS,
+    BdevKind,
+    HostKeys,
+    ListenAddress,
+    Subsystem,
+    TargetModel,
+    Transport,
+)
 from kvdev.target.service import TargetOptions, TargetService
 
 TEST_NQN = "nqn.2024-01.io.kvdev:test"
@@ -65,6 +73,10 @@ class RunningTarget:
         )
         self.bdev_names.append(name)
         return self.model.add_namespace(nqn or self.nqn, bdev_name=name)
+
+    def allow_host(self, host_nqn: str, keys: HostKeys = NO_KEYS, *, nqn: str | None = None) -> None:
+        """Add a host to the first subsystem's list, with what it must prove."""
+        self.model.add_host(nqn or self.nqn, host_nqn, keys)
 
     def add_subsystem(self, nqn: str, *, hosts: Sequence[str] | None = None) -> None:
         """A further subsystem on the same listener; with ``hosts`` only those may connect."""

@@ -320,6 +320,10 @@ class SubsystemType(enum.IntEnum):
     CURRENT_DISCOVERY = 3
 
 
+TREQ_AUTHENTICATION = 1 << 4
+"""TASC 01b: hosts must authenticate, without a secure channel made of it (Base 2.1, figure 295)."""
+
+
 @dataclass(frozen=True)
 class DiscoveryEntry(WireStruct):
     """Discovery log page entry (Base figure 295)."""

@@ -14,6 +14,7 @@ import pytest
 from kvdev.block.device import read_blocks, write_blocks
 from kvdev.clock import Deadline
 from kvdev.errors import (
+    AuthenticationError,
     CommandError,
     ConnectError,
     ConnectionLostError,
@@ -219,8 +220,13 @@ def test_connect_when_refused_then_error_has_the_remedy(status: int, dw0: int, r
     assert remedy in str(error)
 
 
-@pytest.mark.parametrize("bit", [17, 18])
-def test_connect_when_authentication_is_demanded_then_unsupported(bit: int) -> None:
+@pytest.mark.parametrize(
+    ("bit", "kind", "text"),
+    [(17, AuthenticationError, "no secret for it"), (18, UnsupportedError, "secure channel")],
+)
+def test_connect_when_authentication_is_demanded_then_error_has_the_remedy(
+    bit: int, kind: type[KvdevError], text: str
+) -> None:
     error = open_error(
         ControllerScript(
             answer=on(
@@ -230,8 +236,8 @@ def test_connect_when_authentication_is_demanded_then_unsupported(bit: int) -> N
             )
         )
     )
-    assert isinstance(error, UnsupportedError)
-    assert error.feature == "authentication"
+    assert isinstance(error, kind)
+    assert text in str(error)
 
 
 def test_attach_when_second_io_queue_is_refused_then_none_stays() -> None:

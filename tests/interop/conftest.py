@@ -124,6 +124,17 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def lab() -> Lab:
     """The lab, its images built where that is asked for."""
+    return _built(Path(os.environ.get("LAB", Path(tempfile.gettempdir()) / "kvdev-lab")), {})
+
+
+@pytest.fixture(scope="session")
+def auth_lab() -> Lab:
+    """A lab whose kernel has DH-HMAC-CHAP for NVMe, host and target, as Debian's older one has not."""
+    directory = Path(os.environ.get("LAB_AUTH", Path(tempfile.gettempdir()) / "kvdev-lab-auth"))
+    return _built(directory, {"KERNEL_META": "linux-image-6.12-amd64"})
+
+
+def _built(directory: Path, extra: dict[str, str]) -> Lab:
     if not os.environ.get("KVDEV_INTEROP"):
         missing("guests take minutes: `make interop`, or set KVDEV_INTEROP=1")
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -131,10 +142,9 @@ def lab() -> Lab:
     if absent:
         packages = " ".join(PACKAGES[name] for name in absent)
         missing(f"no {', '.join(absent)} here: apt-get install --no-install-recommends {packages}")
-    directory = Path(os.environ.get("LAB", Path(tempfile.gettempdir()) / "kvdev-lab"))
     if not (directory / "initiator.img").exists() and not IS_REQUIRED:
         missing(f"no guest images in {directory}: `make interop` builds them (it downloads a kernel package)")
     mdadm = shutil.which("mdadm", path=path) or "mdadm"
-    env = {"LAB": str(directory), "EXTRA_BINS": mdadm, "PATH": path}
+    env = {"LAB": str(directory), "EXTRA_BINS": mdadm, "PATH": path, **extra}
     run_script("mk-initramfs.sh", env=env, timeout_s=BUILD_LIMIT_S)
     return Lab(directory)

@@ -12,7 +12,7 @@ import pytest
 
 from kvdev.block.device import BlockDevice, read_blocks, write_blocks
 from kvdev.clock import Deadline
-from kvdev.errors import CommandError, ConnectError, UnsupportedError, UsageError
+from kvdev.errors import CommandError, ConnectError, UsageError
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.namespace import NvmeNamespace, scan
 from kvdev.initiator.options import ControllerOptions
@@ -191,8 +191,3 @@ def test_members_when_subsystem_has_mixed_block_sizes_then_all_opened(nvmet: Nvm
     with session() as kv:
         members: list[BlockDevice] = kv.open_members(f"vol+{nvmet.uri()}")
         assert [member.block_size_bytes for member in members] == [512, 4096, 512]
-
-
-def test_open_when_key_given_then_unsupported(nvmet: Nvmet) -> None:
-    with session() as kv, pytest.raises(UnsupportedError, match="key"):
-        kv.open_device(nvmet.uri(1, "key=psk0"))

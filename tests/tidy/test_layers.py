@@ -17,12 +17,13 @@ BASE = {"errors", "units", "clock", "stats", "uri", "geometry", "buffers", "keys
 # package -> the packages of kvdev it may import, besides the base and itself
 ALLOWED: dict[str, set[str]] = {
     "wire": set(),
+    "security": {"wire"},
     "native": set(),
     "block": {"native"},
     "staging": {"native"},
-    "initiator": {"wire", "block", "native"},
+    "initiator": {"wire", "security", "block", "native"},
     "vhost": {"wire", "block", "native", "staging"},
-    "target": {"wire", "block", "native"},
+    "target": {"wire", "security", "block", "native"},
     "store": {"block", "native"},
     "pool": {"store", "block", "native"},
     "tier": {"store", "block", "native", "staging"},

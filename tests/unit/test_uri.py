@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import string
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +15,7 @@ from kvdev.uri import (
     DeviceUri,
     DigestPolicy,
     FileUri,
+    KeySource,
     KvNamespaceUri,
     MemUri,
     TcpAddress,
@@ -52,14 +51,16 @@ A = TcpAddress("192.0.2.1", 4420)
         ),
         (f"tcp://192.0.2.1/{DISCOVERY_NQN}", TcpUri((TcpAddress("192.0.2.1", 8009),), DISCOVERY_NQN)),
         (
-            f"tcp://192.0.2.1:4420/{NQN}?nsid=1&hdgst=require&ddgst=prefer&key=psk.0&path=192.0.2.2:4420",
+            f"tcp://192.0.2.1:4420/{NQN}?nsid=1&hdgst=require&ddgst=prefer"
+            "&dhchap-key=file:/etc/a%2Cb&dhchap-ctrl-key=keyring:kvdev%3Ac&path=192.0.2.2:4420",
             TcpUri(
                 (A, TcpAddress("192.0.2.2", 4420)),
                 NQN,
                 1,
                 DigestPolicy.REQUIRE,
                 DigestPolicy.PREFER,
-                "psk.0",
+                KeySource("file", "/etc/a,b"),
+                KeySource("keyring", "kvdev:c"),
             ),
         ),
         ("file:/dev/nvme0n1", FileUri("/dev/nvme0n1")),
@@ -123,7 +124,12 @@ def test_parse_uri_when_well_formed_then_value_and_round_trip(text: str, uri: Ur
         (f"tcp://h/{NQN}?nsid=", "NAME=VALUE"),
         (f"tcp://h/{NQN}?hdgst=yes", "hdgst: expected require, prefer or off, got 'yes'"),
         (f"tcp://h/{NQN}?ddgst=on", "ddgst: expected require, prefer or off"),
-        (f"tcp://h/{NQN}?key=a/b", "key: expected"),
+        (f"tcp://h/{NQN}?key=a", "option 'key'"),
+        (f"tcp://h/{NQN}?dhchap-key=a", "dhchap-key: expected file:/PATH or keyring:NAME, got 'a'"),
+        (f"tcp://h/{NQN}?dhchap-key=file:a", "dhchap-key: file: expected an absolute path"),
+        (f"tcp://h/{NQN}?dhchap-ctrl-key=keyring:", "dhchap-ctrl-key: keyring: expected 1 to"),
+        (f"tcp://h/{NQN}?dhchap-key=keyring:%0a", "printable"),
+        (f"tcp://h/{NQN}?dhchap-key=DHHC-1:00:QUFB:", "got the secret itself"),
         (f"tcp://h/{NQN}?path=h", "named twice"),
         (f"tcp://h/{NQN}?path=h:x", "path: port"),
         (f"tcp://h/{NQN}?size=1", "option 'size'"),
@@ -258,6 +264,14 @@ _NQNS = st.one_of(
 _POLICIES = st.none() | st.sampled_from(DigestPolicy)
 
 
+_PATHS = _NAMES.map(lambda name: "/" + name.lstrip("/")).filter(lambda path: path != "/")
+_SOURCES = st.one_of(
+    st.none(),
+    st.builds(KeySource, st.just("file"), _PATHS.filter(str.isprintable)),
+    st.builds(KeySource, st.just("keyring"), _NAMES.filter(str.isprintable)),
+)
+
+
 def _tcp(nsids: st.SearchStrategy[int | None]) -> st.SearchStrategy[TcpUri]:
     return st.builds(
         TcpUri,
@@ -266,11 +280,11 @@ def _tcp(nsids: st.SearchStrategy[int | None]) -> st.SearchStrategy[TcpUri]:
         nsids,
         _POLICIES,
         _POLICIES,
-        st.none() | st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=64),
+        _SOURCES,
+        _SOURCES,
     )
 
 
-_PATHS = _NAMES.map(lambda name: "/" + name.lstrip("/")).filter(lambda path: path != "/")
 _OTHERS = st.one_of(
     st.builds(
         FileUri,
@@ -322,3 +336,18 @@ def test_parse_uri_when_any_text_then_value_or_usage_error(text: str) -> None:
     except UsageError:
         return
     assert parse_uri(str(uri)) == uri
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DHHC-1:00:c2VjcmV0:",
+        f"tcp://h/{NQN}?nope=1&dhchap-key=DHHC-1:00:c2VjcmV0:",
+        f"tcp://h/{NQN}?dhchap-key=file:/dhhc-1:00:c2VjcmV0:",
+        f"tcp://h/{NQN}?dhchap-key=NVMeTLSkey-1:01:c2VjcmV0:",
+    ],
+)
+def test_a_secret_in_a_uri_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(UsageError, match="got the secret itself") as caught:
+        parse_uri(text)
+    assert "c2VjcmV0" not in str(caught.value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class ClientConfig:
     kato_ms: int
     host_nqn: str | None
     host_id: str | None
+    keys: dict[str, str] = field(default_factory=dict)
+    """Places of secrets, never secrets."""
     pause_after: int | None = None
     """Requests after which to say so and wait; None runs through."""
     parent_pid: int | None = None
@@ -76,6 +78,7 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
         timeout_s=config.timeout_s,
         io_queue_count=config.io_queue_count,
         kato_ms=config.kato_ms,
+        keys=config.keys,
     )
     with (
         session,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from kvdev_tools.output import json_option
@@ -33,6 +35,14 @@ def target() -> None:
     type=click.IntRange(0, 2**64 - 1),
     help="For drills: give files a volatile cache; a kill drops what was not flushed, but for blocks the seed chooses.",
 )
+@click.option(
+    "--dhchap-digests", metavar="NAMES", help="Hashes that hosts may authenticate with: sha256,sha384,sha512."
+)
+@click.option(
+    "--dhchap-dhgroups",
+    metavar="NAMES",
+    help="Groups they may: ffdhe2048,ffdhe3072,ffdhe4096,ffdhe6144,ffdhe8192,null.",
+)
 @click.option("--verbose", is_flag=True, help="Log to standard error.")
 @click.option("--parent-pid", type=int, hidden=True, help="End when this process, our parent, ends.")
 @json_option
@@ -44,6 +54,8 @@ def serve(
     allow_remote: bool,
     populate: bool,
     volatile_cache: int | None,
+    dhchap_digests: str | None,
+    dhchap_dhgroups: str | None,
     verbose: bool,
     parent_pid: int | None,
     as_json: bool,
@@ -82,7 +94,15 @@ def serve(
     from kvdev.target.serve import ServeOptions
     from kvdev.target.serve import serve as run_target
     from kvdev.target.service import TargetOptions, TargetService
+    from kvdev.wire.auth import DhGroupId, HashId, parse_names
 
+    options = TargetOptions(populate_memory=populate, volatile_seed=volatile_cache)
+    if dhchap_digests is not None:
+        names = parse_names(dhchap_digests, HashId, field="--dhchap-digests")
+        options = replace(options, dhchap_digests=names)
+    if dhchap_dhgroups is not None:
+        groups = parse_names(dhchap_dhgroups, DhGroupId, field="--dhchap-dhgroups")
+        options = replace(options, dhchap_dhgroups=groups)
     return run_target(
         ServeOptions(
             rpc_socket=rpc_socket,
@@ -92,7 +112,5 @@ def serve(
             ready_file=ready_file,
             is_json=as_json,
         ),
-        make_backend=lambda: TargetService(
-            TargetOptions(populate_memory=populate, volatile_seed=volatile_cache)
-        ),
+        make_backend=lambda: TargetService(options),
     )

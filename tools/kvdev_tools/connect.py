@@ -5,7 +5,7 @@ Not here: what is opened (``kvdev.session``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -21,9 +21,43 @@ TIMEOUT_S_MAX = 3600.0
 KATO_MS_DEFAULT = 10_000
 
 
+_KEYS = "kvdev_tools.keys"
+"""Where a command's context keeps the places of its secrets."""
+
+
+def _keep_key(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is None:
+        return
+    from kvdev.uri import parse_key_source
+
+    assert param.name is not None, "an option has a name"
+    source = parse_key_source(value, field=f"--{param.name.replace('_', '-')}")
+    ctx.meta.setdefault(_KEYS, {})[param.name] = str(source)
+
+
+def session_keys() -> dict[str, str]:
+    """The places of secrets that this command was given, by option of ``ControllerOptions``."""
+    ctx = click.get_current_context(silent=True)
+    return dict(ctx.meta.get(_KEYS, {})) if ctx is not None else {}
+
+
 def host_options(command: _Command) -> _Command:
-    """``--host-nqn`` and ``--host-id``."""
+    """``--host-nqn`` and ``--host-id``; ``--dhchap-key`` and ``--dhchap-ctrl-key`` for ``make_session``."""
     for option in (
+        click.option(
+            "--dhchap-ctrl-key",
+            metavar="PLACE",
+            expose_value=False,
+            callback=_keep_key,
+            help="Where the subsystem's secret is kept, which it must prove to have.",
+        ),
+        click.option(
+            "--dhchap-key",
+            metavar="PLACE",
+            expose_value=False,
+            callback=_keep_key,
+            help="Where this host's secret is kept: file:/PATH or keyring:NAME.",
+        ),
         click.option("--host-id", metavar="UUID", help="Host identifier; by default it belongs to the NQN."),
         click.option(
             "--host-nqn", metavar="NQN", help="Connect as this host; by default this machine's NQN."
@@ -59,18 +93,27 @@ def make_session(
     timeout_s: float,
     io_queue_count: int = 1,
     kato_ms: int = KATO_MS_DEFAULT,
+    keys: Mapping[str, str] | None = None,
 ) -> Session:
-    """A session as this host, every wait of which ends within the timeout."""
+    """A session as this host, every wait of which ends within the timeout.
+
+    ``keys`` are places of secrets as ``session_keys`` has them; by default those of this command.
+    """
     from kvdev.initiator.host import HostIdentity
     from kvdev.initiator.options import ControllerOptions
     from kvdev.session import Session
+    from kvdev.uri import parse_key_source
 
+    places = session_keys() if keys is None else keys
+    sources = {name: parse_key_source(place, field=name) for name, place in places.items()}
     options = ControllerOptions(
         kato_ms=kato_ms,
         io_queue_count=io_queue_count,
         connect_timeout_s=min(timeout_s, 10.0),
         command_timeout_s=timeout_s,
         admin_timeout_s=min(timeout_s, 10.0),
+        dhchap_key=sources.get("dhchap_key"),
+        dhchap_ctrl_key=sources.get("dhchap_ctrl_key"),
     )
     host = (
         None

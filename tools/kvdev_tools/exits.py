@@ -11,6 +11,7 @@ import os
 import sys
 
 from kvdev.errors import (
+    AuthenticationError,
     CapacityError,
     CommandError,
     CorruptionError,
@@ -43,6 +44,7 @@ _BY_CLASS: tuple[tuple[type[Exception], ExitCode], ...] = (
     (CorruptionError, ExitCode.DATA_FAULT),
     (DigestError, ExitCode.DATA_FAULT),
     (TransportError, ExitCode.UNREACHABLE),
+    (AuthenticationError, ExitCode.REFUSED),
     (CommandError, ExitCode.REFUSED),
     (ProtocolError, ExitCode.REFUSED),
     (CapacityError, ExitCode.REFUSED),

@@ -19,7 +19,7 @@ from kvdev.geometry import Geometry
 from kvdev.units import format_size
 from kvdev.uri import KvNamespaceUri, TcpUri, VolumeUri, parse_kv_namespace_uri
 from kvdev_tools.client import ClientConfig, run_client
-from kvdev_tools.connect import make_session, operation_deadline
+from kvdev_tools.connect import make_session, operation_deadline, session_keys
 from kvdev_tools.plan import (
     TARGET_BASE_BYTES,
     ClientPlan,
@@ -129,6 +129,7 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
             kato_ms=settings.kato_ms,
             host_nqn=host_nqn,
             host_id=host_id,
+            keys=session_keys(),
         )
         kills = 0
         if settings.is_killed_halfway:

@@ -32,6 +32,7 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "namespace": ("kvdev_tools.cmd_namespace", "namespace", "Make and inspect KV namespaces of a volume."),
     "page": ("kvdev_tools.cmd_page", "page", "List and verify stored pages."),
     "provision": ("kvdev_tools.cmd_provision", "provision", "Make targets, hosts and volumes from one file."),
+    "key": ("kvdev_tools.cmd_key", "key", "Make and check secrets for authentication."),
     "doctor": ("kvdev_tools.cmd_doctor", "doctor", "Check this host, and name what it lacks."),
     "replay": ("kvdev_tools.cmd_replay", "replay", "Offload and restore the KV pages of a request trace."),
 }
