@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvdev.errors import UsageError
+from kvdev.security.secret import DhchapSecret
 from kvdev.target.model import TargetModel
 from kvdev.target.rpc_methods import RpcMethods
 from kvdev.target.serve import EmbeddedTarget
@@ -16,9 +18,10 @@ from kvdev.testing.target_backend import MemoryBackend
 from kvdev_tools.main import run
 from kvdev_tools.provision.document import build_deployment
 from kvdev_tools.provision.source import load_text
+from spdk_rpc import Client
 from spdk_rpc.plan import Id, Kind, Observed, Resource, plan_state
 from spdk_rpc.plan.resource import create_calls, state_of, update_calls
-from tests.unit.tools.test_provision_cli import HOST_NQN, NQN, call, refused_plan
+from tests.unit.tools.test_provision_cli import HOST_NQN, NQN, call, free_port, refused_plan
 
 PSK = "NVMeTLSkey-1:01:VRLbtnN9AQb2WXW3c9+wEf/DRLz0QuLdbYvEhwtdWwNf9LrZ:"
 CHAP = "DHHC-1:00:ia6zGodOr4SEG0Zzaw398rpY0wqipUWj4jWjUh4HWUz6aQ2n:"
@@ -181,3 +184,112 @@ def test_what_changes_in_place_and_what_has_to_be_made_anew() -> None:
     observed = Observed(methods=ALL_METHODS, state=state_of([was]))
     (problem,) = plan_state(state_of([Resource(own, {"psk": "k7"})]), observed).problems
     assert f"--replace host:{NQN}@{HOST_NQN}" in str(problem)
+
+
+# --- a host that has to prove itself --------------------------------------------------------------
+
+
+def proven_text(rpc: str, port: int, target_key: Path, host_key: Path) -> str:
+    return f"""\
+version: 1
+name: proven
+targets:
+  array0:
+    rpc: {rpc}
+    keys: {{to-gpu0: {target_key}}}
+    bdevs:
+      m0: {{malloc: {{size: 16MiB}}}}
+    subsystems:
+      {NQN}:
+        hosts: [{{host: gpu0, dhchap_key: to-gpu0}}]
+        listeners: ["127.0.0.1:{port}"]
+        namespaces: {{1: m0}}
+hosts:
+  gpu0:
+    nqn: {HOST_NQN}
+    keys: {{own: {host_key}}}
+    dhchap_key: own
+    engines:
+      llama: {{volume: pool, geometry: small}}
+volumes:
+  pool:
+    members: [{{target: array0, subsystem: "{NQN}"}}]
+"""
+
+
+def make_key(path: Path, fill: int) -> str:
+    secret = DhchapSecret(bytes([fill]) * 32).text()
+    path.write_text(secret)
+    path.chmod(0o600)
+    return secret
+
+
+def test_a_volume_is_made_and_seen_as_a_host_that_proves_itself(
+    rpc: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target_key, host_key, wrong_key = tmp_path / "t", tmp_path / "h", tmp_path / "w"
+    secret = make_key(target_key, 7)
+    assert make_key(host_key, 7) == secret and make_key(wrong_key, 9) != secret
+    path, port = tmp_path / "site.yaml", free_port()
+    path.write_text(proven_text(rpc, port, target_key, host_key))
+    config = tmp_path / "spdk.json"
+    shown = [
+        call(capsys, "plan", str(path)),
+        call(capsys, "apply", str(path)),
+        call(capsys, "status", str(path)),
+        call(capsys, "export", str(path), "array0", "-o", str(config)),
+        config.read_text(),
+    ]
+    (volume,) = shown[2]["volumes"]
+    assert volume["health"] == "ok" and [each["name"] for each in volume["kv_namespaces"]] == ["llama.0"]
+    assert secret.split(":")[2] not in json.dumps(shown)
+    with Client(rpc) as client:
+        (subsystem,) = client.call("nvmf_get_subsystems", {"nqn": NQN})
+        assert subsystem["hosts"] == [{"nqn": HOST_NQN, "dhchap_key": "to-gpu0"}]
+    assert call(capsys, "plan", str(path))["is_empty"]
+
+    # Another secret, or none, and the volume is out of reach: nobody is let in by its name alone.
+    path.write_text(proven_text(rpc, port, target_key, wrong_key))
+    assert "volume pool" in refused_plan(capsys, str(path))
+    # Somebody else's array, seen as the same host.
+    vendor = proven_text(rpc, port, target_key, host_key)
+    vendor = vendor.replace(f"    rpc: {rpc}\n    keys: {{to-gpu0: {target_key}}}\n", "    managed: false\n")
+    vendor = vendor.replace("    bdevs:\n      m0: {malloc: {size: 16MiB}}\n", "").replace(
+        "{1: m0}", "{1: {}}"
+    )
+    vendor = vendor.replace("        hosts: [{host: gpu0, dhchap_key: to-gpu0}]\n", "")
+    path.write_text(vendor + "    host: gpu0\n")
+    assert call(capsys, "plan", str(path))["is_empty"]
+    # Rotated: the new name is put in place in the target, and the host's file follows it.
+    path.write_text(proven_text(rpc, port, target_key, host_key).replace("to-gpu0", "to-gpu0.2"))
+    planned = call(capsys, "plan", str(path))
+    assert [each["method"] for each in planned["calls"]] == [
+        "keyring_file_add_key",
+        "nvmf_subsystem_set_keys",
+    ]
+    assert call(capsys, "apply", str(path))["is_done"] and call(capsys, "plan", str(path))["is_empty"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("    dhchap_key: own\n", "", "demands a dhchap_key of"),
+        ("dhchap_key: own", "dhchap_key: other", "'other': expected a name in keys of host gpu0"),
+        ("dhchap_key: own", "dhchap_ctrlr_key: own", "needs a dhchap_key: the host proves itself first"),
+        (f"    nqn: {HOST_NQN}\n", "", "needs an nqn: the secret belongs to it"),
+    ],
+)
+def test_a_host_that_could_not_prove_itself_is_found_in_the_file(old: str, new: str, text: str) -> None:
+    whole = proven_text("/a.sock", 4420, Path("/t"), Path("/h"))
+    assert old in whole
+    with pytest.raises(UsageError, match=text):
+        build_deployment(load_text(whole.replace(old, new, 1)))
+
+
+def test_what_a_host_proves_itself_with_holds_for_its_controllers() -> None:
+    text = proven_text("/a.sock", 4420, Path("/t"), Path("/h")).partition("    engines:")[0]
+    text += f"    rpc: /b.sock\n    controllers:\n      N0: {{target: array0, subsystem: '{NQN}'}}\n"
+    host = build_deployment(load_text(text)).endpoints[1]
+    assert host.desired[Id(Kind.CONTROLLER, "N0")].attributes["dhchap_key"] == "own"
+    with pytest.raises(UsageError, match="demands a dhchap_key of"):
+        build_deployment(load_text(text.replace("    dhchap_key: own\n", "")))

@@ -18,10 +18,11 @@ from urllib.parse import quote
 from kvdev.errors import UsageError
 from kvdev.geometry import Geometry
 from kvdev.units import KIB, MIB, is_power_of_two, parse_size
+from kvdev_tools.provision.check import EndpointCheck
 from kvdev_tools.provision.schema import check_source
 from kvdev_tools.provision.source import Path_, Source, load_file
 from spdk_rpc.plan import Id, Kind, Resource, State
-from spdk_rpc.plan.resource import NVME_OPTIONS, bdevs_claimed, bdevs_used, id_of_bdev, needs, split_address
+from spdk_rpc.plan.resource import NVME_OPTIONS, id_of_bdev, split_address
 
 UUID_NAMESPACE = uuid_module.UUID("6f1d1a0e-5c55-5d0f-9c1b-6b7664657630")
 """Derived identities are UUIDs of version 5 in this namespace, over NAME/ENTRY/BDEV."""
@@ -77,6 +78,8 @@ class ServedSubsystem:
     """NQNs; None lets every host in."""
     is_managed: bool = True
     has_secure_channel_only: bool = False
+    keyed_hosts: frozenset[str] = frozenset()
+    """NQNs of the hosts that have to prove themselves."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class VolumeSpec:
     strip_size_bytes: int
     is_flush_required: bool
     host_nqn: str | None
+    secrets: dict[str, str]
+    """Where that host's secrets are kept."""
 
 
 @dataclass
@@ -131,6 +136,8 @@ class Deployment:
     engines: list[EngineSpec]
     host_nqns: dict[str, str]
     """Of the entries of hosts that have one."""
+    host_secrets: dict[str, dict[str, str]]
+    """Host NQN -> where its secrets are kept, as ``make_session`` takes them."""
 
     def endpoint(self, name: str) -> Endpoint:
         for each in self.endpoints:
@@ -161,6 +168,7 @@ class _Builder:
         self._host_nqns: dict[str, str] = {
             name: host["nqn"] for name, host in self._section("hosts").items() if host and "nqn" in host
         }
+        self._host_secrets: dict[str, dict[str, str]] = {}
         self._subsystems: dict[str, ServedSubsystem] = {}
 
     def _section(self, name: str) -> dict[str, Any]:
@@ -182,9 +190,16 @@ class _Builder:
         volumes = self._volumes()
         engines = list(self._engines(endpoints, volumes))
         for endpoint in endpoints:
-            _EndpointCheck(self._source, endpoint).run()
+            EndpointCheck(self._source, endpoint).run()
         return Deployment(
-            name, self._source, endpoints, self._subsystems, volumes, engines, dict(self._host_nqns)
+            name,
+            self._source,
+            endpoints,
+            self._subsystems,
+            volumes,
+            engines,
+            dict(self._host_nqns),
+            {self._host_nqns[host]: secrets for host, secrets in self._host_secrets.items()},
         )
 
     def _check_hosts(self) -> None:
@@ -193,6 +208,32 @@ class _Builder:
             if nqn in seen:
                 raise self._error(("hosts", name, "nqn"), f"{nqn}: is host {seen[nqn]}'s already")
             seen[nqn] = name
+        for name, host in self._section("hosts").items():
+            if secrets := self._read_secrets(name, host or {}):
+                self._host_secrets[name] = secrets
+
+    def _read_secrets(self, name: str, host: dict[str, Any]) -> dict[str, str]:
+        """Where kvdev finds what this host proves itself with; SPDK gets it by name from its keyring."""
+        path = ("hosts", name)
+        secrets: dict[str, str] = {}
+        for field_name, option in (("dhchap_key", "dhchap_key"), ("dhchap_ctrlr_key", "dhchap_ctrl_key")):
+            if field_name not in host:
+                continue
+            key = host[field_name]
+            if key not in (host.get("keys") or {}):
+                raise self._error((*path, field_name), f"{key!r}: expected a name in keys of host {name}")
+            if "nqn" not in host:
+                raise self._error((*path, field_name), "needs an nqn: the secret belongs to it")
+            secrets[option] = f"file:{host['keys'][key]}"
+        if "dhchap_ctrl_key" in secrets and "dhchap_key" not in secrets:
+            raise self._error((*path, "dhchap_ctrlr_key"), "needs a dhchap_key: the host proves itself first")
+        return secrets
+
+    def _check_secret(self, served: ServedSubsystem, nqn: str | None, has_key: bool, path: Path_) -> None:
+        if nqn in served.keyed_hosts and not has_key:
+            raise self._error(
+                path, f"{served.nqn}: demands a dhchap_key of {nqn}; name it here, and in its keys"
+            )
 
     def _check_addresses(self, endpoints: list[Endpoint]) -> None:
         seen: dict[str, str] = {}
@@ -242,8 +283,14 @@ class _Builder:
             allowed = {
                 self._host_nqn(each, (*here, "hosts", i)) for i, each in enumerate(given.get("hosts", ()))
             }
+        keyed = frozenset(
+            self._host_nqn(each, (*here, "hosts", index))
+            for index, each in enumerate(given.get("hosts", ()))
+            if is_managed and isinstance(each, dict) and "dhchap_key" in each
+        )
+        is_secure = bool(secure) and all(secure)
         return ServedSubsystem(
-            nqn, target, here, listeners, namespaces, allowed, is_managed, bool(secure) and all(secure)
+            nqn, target, here, listeners, namespaces, allowed, is_managed, is_secure, keyed
         )
 
     def _read_namespace(self, nsid: int, given: Any, place: Path_, is_managed: bool) -> ServedNamespace:
@@ -307,7 +354,7 @@ class _Builder:
 
     def _check_bare_host(self, value: dict[str, Any], path: Path_) -> None:
         for name in value:
-            if name not in ("nqn", "engines", "hugepages"):
+            if name not in ("nqn", "engines", "hugepages", "keys", "dhchap_key", "dhchap_ctrlr_key"):
                 raise self._error((*path, name), "needs the rpc socket of this host's SPDK")
 
     # --- volumes and engines ---
@@ -332,13 +379,23 @@ class _Builder:
             host = value.get("host")
             if host is not None and host not in self._host_nqns:
                 raise self._error((*path, "host"), f"{host!r}: expected an entry of hosts with an nqn")
+            nqn = self._volume_nqn(host, members, (*path, "host"))
+            secrets = next(
+                (kept for each, kept in self._host_secrets.items() if self._host_nqns[each] == nqn), {}
+            )
+            for member in members:
+                if (served := self._subsystems.get(member.subsystem or "")) is not None:
+                    entry = next((each for each, own in self._host_nqns.items() if own == nqn), None)
+                    where = path if entry is None else ("hosts", entry)
+                    self._check_secret(served, nqn, bool(secrets), where)
             volumes[name] = VolumeSpec(
                 name,
                 path,
                 members,
                 strip,
                 value.get("durability", "flushed") == "flushed",
-                self._volume_nqn(host, members, (*path, "host")),
+                nqn,
+                secrets,
             )
         return volumes
 
@@ -643,6 +700,14 @@ class _EndpointBuilder:
             raise self._error((*path, "paths"), "a path is there twice")
         if served is not None and served.allowed_hosts is not None:
             self._check_allowed(served, path)
+        # What the host proves itself with holds for each of its controllers that names nothing else.
+        value = {
+            **{name: self._value[name] for name in ("dhchap_key", "dhchap_ctrlr_key") if name in self._value},
+            **value,
+        }
+        if served is not None:
+            where = (*self._endpoint.path, *path)
+            self._parent._check_secret(served, self._endpoint.nqn, "dhchap_key" in value, where)
         attributes = {
             "trtype": "TCP",
             "subnqn": nqn,
@@ -751,97 +816,6 @@ class _EndpointBuilder:
             }
             place = (*path, "namespaces", nsid)
             self._add(Kind.NAMESPACE, nsid, {"bdev_name": given["bdev"], **identity}, place, parent=nqn)
-
-
-class _EndpointCheck:
-    """What one process's desired state has to be in itself: no name twice, no bdev claimed twice, no ring."""
-
-    def __init__(self, source: Source, endpoint: Endpoint) -> None:
-        self._source = source
-        self._endpoint = endpoint
-        self._state = endpoint.desired
-
-    def _error(self, own: Id, text: str) -> UsageError:
-        return self._source.error(self._endpoint.places[own], text)
-
-    def run(self) -> None:
-        self._check_names()
-        self._check_files()
-        self._check_references()
-        self._check_rings()
-        self._check_claims()
-        self._check_block_sizes()
-        self._check_namespace_ids()
-
-    def _check_names(self) -> None:
-        """Bdevs, raids and lvstores' names are one name space of SPDK's bdevs, controllers' prefix it."""
-        seen: dict[str, Id] = {}
-        for own in self._state:
-            if own.kind in (Kind.BDEV, Kind.RAID):
-                if own.name in seen:
-                    raise self._error(own, f"{own.name}: is the name of {seen[own.name]} already")
-                seen[own.name] = own
-
-    def _check_files(self) -> None:
-        seen: dict[str, Id] = {}
-        for own, resource in self._state.items():
-            filename = resource.attributes.get("filename")
-            if filename is not None:
-                if filename in seen:
-                    raise self._error(own, f"file {filename}: is {seen[filename]}'s already")
-                seen[filename] = own
-
-    def _check_references(self) -> None:
-        for own, resource in self._state.items():
-            for name in bdevs_used(resource):
-                if id_of_bdev(name, self._state) is None:
-                    raise self._error(own, f"bdev {name}: {self._endpoint.title} has no such bdev")
-
-    def _check_claims(self) -> None:
-        claims: dict[str, Id] = {}
-        for own, resource in self._state.items():
-            for name in bdevs_claimed(resource):
-                if name in claims:
-                    raise self._error(own, f"bdev {name}: is claimed by {claims[name]}")
-                claims[name] = own
-        for own, resource in self._state.items():
-            for name in bdevs_used(resource) if own.kind is Kind.VHOST else ():
-                if name in claims:
-                    raise self._error(own, f"bdev {name}: is claimed by {claims[name]}")
-
-    def _check_rings(self) -> None:
-        for own in self._state:
-            reached, queue = set[Id](), [own]
-            while queue:
-                for need in needs(self._state[queue.pop()], self._state):
-                    if need == own:
-                        raise self._error(own, f"{own}: stands on itself")
-                    if need not in reached:
-                        reached.add(need)
-                        queue.append(need)
-
-    def _check_block_sizes(self) -> None:
-        for own, resource in self._state.items():
-            if own.kind is not Kind.RAID:
-                continue
-            sizes = {}
-            for name in resource.attributes["base_bdevs"]:
-                provider = id_of_bdev(name, self._state)
-                if provider is not None and provider.kind is Kind.BDEV:
-                    sizes[name] = self._state[provider].attributes["block_size"]
-            if len(set(sizes.values())) > 1:
-                listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-                raise self._error(own, f"members: expected equal block sizes, got {listed}")
-
-    def _check_namespace_ids(self) -> None:
-        for own in self._state:
-            if own.kind is not Kind.NAMESPACE:
-                continue
-            limit = self._state[Id(Kind.SUBSYSTEM, own.parent)].attributes.get("max_namespaces")
-            if limit is not None and int(own.name) > limit:
-                raise self._error(
-                    own, f"expected a namespace id up to max_namespaces {limit}, got {own.name}"
-                )
 
 
 def _check_listen_address(source: Source, text: str, path: Path_) -> None:

@@ -108,7 +108,8 @@ def find_strays(
             if looked:
                 host = host_for(deployment, served)
                 if host not in sessions:
-                    sessions[host] = make_session(host, None, timeout_s=timeout_s)
+                    keys = deployment.host_secrets.get(host or "", {})
+                    sessions[host] = make_session(host, None, timeout_s=timeout_s, keys=keys)
                 for part in _look(sessions[host], served, looked, timeout_s, strays):
                     parts.setdefault(part.label.volume_uuid, []).append(part)
         strays.found = [_open(each, timeout_s) for each in parts.values()]

@@ -92,7 +92,9 @@ def see_unmanaged(deployment: Deployment, *, timeout_s: float) -> dict[str, Unma
     for served in deployment.subsystems.values():
         if served.is_managed:
             continue
-        with make_session(host_for(deployment, served), None, timeout_s=timeout_s) as session:
+        host = host_for(deployment, served)
+        keys = deployment.host_secrets.get(host or "", {})
+        with make_session(host, None, timeout_s=timeout_s, keys=keys) as session:
             found[served.nqn] = _see(session, served, timeout_s)
     return found
 

@@ -119,7 +119,7 @@ def writer_of(record: Record) -> Writer:
 @contextlib.contextmanager
 def session_for(spec: VolumeSpec, *, timeout_s: float) -> Iterator[Session]:
     """A session as the host that the volume's subsystems let in."""
-    with make_session(spec.host_nqn, None, timeout_s=timeout_s) as session:
+    with make_session(spec.host_nqn, None, timeout_s=timeout_s, keys=spec.secrets) as session:
         yield session
 
 
