@@ -1,9 +1,10 @@
 """How fast file devices are: our io_uring engine in turn with fio's on the same file, and our threads beside them.
 
-Run alone on the machine: ``.venv/bin/python bench/local.py``. All read random, aligned places of one file past the page
-cache, with registered memory and files; rounds alternate, the ratio is of the medians. Excluded: opening, and filling
-the file. fio runs as a thread of one process, so that it has this process's priority. Ends with the file's bytes, read
-through the engine, compared with the file.
+Run alone on the machine: ``.venv/bin/python bench/local.py``. All read every place of one file in random order, again
+and again, past the page cache, with registered memory and files; rounds alternate, the ratio is of the medians. fio and we
+have payload memory in pages of 4 KiB; "huge" is an arena as it comes, in huge pages, which fio 3.33 can have only where
+some are reserved. Excluded: opening, and filling the file. fio runs as a thread of one process, so that it has this
+process's priority. Ends with the file's bytes, read through the engine, compared with the file.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ from kvdev.native.file import IO_URING, THREADS, FileEngine
 from kvdev.native.io import IO_DTYPE, OPCODE_READ, IoArray
 from kvdev.native.queue import HostQueue
 from kvdev.staging import Arena
+from kvdev.staging.mapping import BACKING_AUTO
 from kvdev.units import KIB, MIB, format_size
 
-BATCH_COUNT = 1024
+BATCH_COUNT = 4096
+"""Commands that Python hands over at once, so that its turns do not count."""
+BACKING = "4KiB"
+HUGE = "huge"
 TIMEOUT_S = 60.0
 
 
@@ -50,7 +55,7 @@ class Scale:
     round_count: int
 
 
-FULL = Scale(1024 * MIB, (4 * KIB, 128 * KIB, MIB), (1, 4, 8, 16, 32), seconds=1.0, round_count=5)
+FULL = Scale(1024 * MIB, (4 * KIB, 128 * KIB, MIB), (1, 4, 8, 16, 32), seconds=0.7, round_count=3)
 TOY = Scale(16 * MIB, (4 * KIB, 128 * KIB), (1, 4), seconds=0.2, round_count=1)
 
 
@@ -69,9 +74,11 @@ class Sample:
 class Reader:
     """A file device with so many operations in flight; the core keeps them there, whatever Python does."""
 
-    def __init__(self, file: Path, *, engine: str, depth: int, op_size_bytes: int, seed: int) -> None:
+    def __init__(
+        self, file: Path, *, engine: str, depth: int, op_size_bytes: int, seed: int, backing: str = BACKING
+    ) -> None:
         self.depth = depth
-        self.arena = Arena(max(2 * MIB, depth * op_size_bytes))
+        self.arena = Arena(max(2 * MIB, depth * op_size_bytes), backing=backing)
         self.queue = HostQueue(capacity_count=4 * BATCH_COUNT)
         self.engine = FileEngine(engine, thread_count=depth)
         self.engine.add_region(self.arena.address, self.arena.size_bytes, keep=self.arena.bytes())
@@ -82,14 +89,19 @@ class Reader:
             choice=EngineChoice(self.engine),
         )
         self._ios = self._make_ios(op_size_bytes, np.random.default_rng(seed))
+        # Often enough to end in time: some 64 MiB of data.
+        self._wanted = max(1, min(BATCH_COUNT // 4, 64 * MIB // op_size_bytes))
 
     def _make_ios(self, size: int, rng: np.random.Generator) -> IoArray:
         block = self.device.block_size_bytes
-        ios = np.zeros(BATCH_COUNT, dtype=IO_DTYPE)
+        place_count = self.device.size_bytes // size
+        # Whole rounds over the file that are whole quarters of a batch as well.
+        count = np.lcm(place_count, BATCH_COUNT // 4)
+        ios = np.zeros(count, dtype=IO_DTYPE)
         ios["opcode"], ios["device_index"] = OPCODE_READ, self.device.device_index
-        ios["slba"] = rng.integers(0, self.device.size_bytes // size, BATCH_COUNT) * (size // block)
+        ios["slba"] = np.tile(rng.permutation(place_count), count // place_count) * (size // block)
         ios["lba_count"], ios["byte_count"] = size // block, size
-        slots = np.arange(BATCH_COUNT) % (self.arena.size_bytes // size)
+        slots = np.arange(count) % (self.arena.size_bytes // size)
         ios["buf_addr"] = np.uint64(self.arena.address) + slots.astype(np.uint64) * np.uint64(size)
         return ios
 
@@ -101,12 +113,12 @@ class Reader:
         while time.perf_counter() - started < seconds:
             if self.depth == 1:
                 self.queue.submit(self._ios[at : at + 1])
-                at = (at + 1) % BATCH_COUNT
+                at = (at + 1) % len(self._ios)
             else:
-                while self.queue.outstanding_count < BATCH_COUNT:
+                while self.queue.outstanding_count < BATCH_COUNT // 2:
                     self.queue.submit(self._ios[at : at + BATCH_COUNT // 4])
-                    at = (at + BATCH_COUNT // 4) % BATCH_COUNT
-            done = self.queue.poll(min_count=1 if self.depth == 1 else BATCH_COUNT // 4, deadline=deadline)
+                    at = (at + BATCH_COUNT // 4) % len(self._ios)
+            done = self.queue.poll(min_count=1 if self.depth == 1 else self._wanted, deadline=deadline)
             assert not done["error"].any(), "a read failed"
             count += len(done)
             waited_ns += float((done["complete_ns"] - done["send_ns"]).sum())
@@ -125,9 +137,16 @@ class Reader:
 
 
 def measure_ours(
-    file: Path, *, engine: str, op_size_bytes: int, depth: int, seconds: float, seed: int
+    file: Path,
+    *,
+    engine: str,
+    op_size_bytes: int,
+    depth: int,
+    seconds: float,
+    seed: int,
+    backing: str = BACKING,
 ) -> Sample:
-    reader = Reader(file, engine=engine, depth=depth, op_size_bytes=op_size_bytes, seed=seed)
+    reader = Reader(file, engine=engine, depth=depth, op_size_bytes=op_size_bytes, seed=seed, backing=backing)
     try:
         return reader.measure(seconds)
     finally:
@@ -148,20 +167,21 @@ def measure_fio(file: Path, *, op_size_bytes: int, depth: int, seconds: float, s
 
 
 def run_cell(file: Path, *, op_size_bytes: int, depth: int, scale: Scale, seed: int) -> dict[str, Any]:
-    """Those three in turn; medians of the rounds."""
-    samples: dict[str, list[Sample]] = {"fio": [], IO_URING: [], THREADS: []}
+    """All of them in turn; medians of the rounds."""
+    samples: dict[str, list[Sample]] = {"fio": [], IO_URING: [], THREADS: [], HUGE: []}
     for round_index in range(scale.round_count):
         shape: dict[str, Any] = {"op_size_bytes": op_size_bytes, "depth": depth, "seconds": scale.seconds}
         shape["seed"] = seed + round_index
         samples["fio"].append(measure_fio(file, **shape))
         samples[IO_URING].append(measure_ours(file, engine=IO_URING, **shape))
         samples[THREADS].append(measure_ours(file, engine=THREADS, **shape))
+        samples[HUGE].append(measure_ours(file, engine=IO_URING, backing=BACKING_AUTO, **shape))
 
     def median(who: str, what: str) -> float:
         return float(statistics.median(getattr(sample, what) for sample in samples[who]))
 
     cell: dict[str, Any] = {"op_size_bytes": op_size_bytes, "depth": depth}
-    for who, prefix in (("fio", "fio_"), (IO_URING, ""), (THREADS, "threads_")):
+    for who, prefix in (("fio", "fio_"), (IO_URING, ""), (THREADS, "threads_"), (HUGE, "huge_")):
         for what in ("ops_per_s", "lat_us_mean", "cpu_us_per_op"):
             cell[prefix + what] = median(who, what)
     cell["calls_per_op"] = median(IO_URING, "calls_per_op")
@@ -171,6 +191,7 @@ def run_cell(file: Path, *, op_size_bytes: int, depth: int, scale: Scale, seed: 
     cell["pair_ratios"] = [ours.ops_per_s / theirs.ops_per_s for ours, theirs in pairs]
     cell["pair_ratio"] = statistics.median(cell["pair_ratios"])
     cell["threads_ratio"] = cell["threads_ops_per_s"] / cell["fio_ops_per_s"]
+    cell["huge_ratio"] = cell["huge_ops_per_s"] / cell["fio_ops_per_s"]
     return cell
 
 
@@ -215,7 +236,8 @@ def line_of(cell: dict[str, Any]) -> str:
         f"ratio {cell['ratio']:.2f} (pairs {min(cell['pair_ratios']):.2f} to {max(cell['pair_ratios']):.2f}), "
         f"latency {cell['lat_us_mean']:.0f} and {cell['fio_lat_us_mean']:.0f} us, "
         f"CPU {cell['cpu_us_per_op']:.1f} and {cell['fio_cpu_us_per_op']:.1f} us/op, "
-        f"{cell['calls_per_op']:.2f} calls/op; threads {cell['threads_ratio']:.2f}"
+        f"{cell['calls_per_op']:.2f} calls/op; "
+        f"threads {cell['threads_ratio']:.2f}, huge {cell['huge_ratio']:.2f}"
     )
 
 

@@ -1,7 +1,8 @@
 """How fast the vhost-user path is: our front end on qemu-storage-daemon, in turn with fio's io_uring engine.
 
-Run alone on the machine: ``.venv/bin/python bench/vhost.py``. Both read random, aligned places of one file with
-O_DIRECT through io_uring; rounds alternate, the ratio is of the medians. Excluded: connecting, and filling the file.
+Run alone on the machine: ``.venv/bin/python bench/vhost.py``. Both read every place of one file in random order, again
+and again, with O_DIRECT through io_uring, into memory in pages of 4 KiB (``--huge``: ours in huge pages, as arenas
+are); rounds alternate, the ratio is of the medians. Excluded: connecting, and filling the file.
 The daemon moves every request in one thread: where that thread is busy all the time, it is the limit, and the table
 says so. Ends with the file's bytes, read through the front end, compared with the file. Where KVDEV_SPDK_TGT names an
 spdk_tgt, our rings are then compared with rings driven from plain Python on its null and malloc bdevs. ``--socket``
@@ -35,6 +36,7 @@ from kvdev.clock import Deadline
 from kvdev.native.io import IO_DTYPE, OPCODE_READ, IoArray
 from kvdev.native.queue import HostQueue
 from kvdev.staging import Arena
+from kvdev.staging.mapping import BACKING_AUTO
 from kvdev.testing.plain_rings import PlainRings
 from kvdev.units import KIB, MIB, format_size
 from kvdev.vhost import SharedMemory, VhostDevice, VhostOptions
@@ -71,7 +73,7 @@ FULL = Scale(
         (128 * KIB, 1), (128 * KIB, 4), (128 * KIB, 8), (128 * KIB, 16),
         (MIB, 1), (MIB, 4), (MIB, 8), (MIB, 16),
     ),
-    seconds=2.0,
+    seconds=0.7,
     round_count=3,
 )  # fmt: skip
 TOY = Scale(file_size_bytes=16 * MIB, cells=((128 * KIB, 1), (128 * KIB, 4)), seconds=0.3, round_count=1)
@@ -97,10 +99,18 @@ class FrontEnd:
     """A device with depth for its ring size: the core keeps it full, whatever Python does."""
 
     def __init__(
-        self, socket: str, *, depth: int, op_size_bytes: int, seed: int, spin_us: float = 20.0
+        self,
+        socket: str,
+        *,
+        depth: int,
+        op_size_bytes: int,
+        seed: int,
+        spin_us: float = 20.0,
+        is_huge: bool = False,
     ) -> None:
         self.depth = depth
-        self.arena = Arena(max(2 * MIB, min(depth, 64) * op_size_bytes), is_shareable=True)
+        backing = BACKING_AUTO if is_huge else "4KiB"
+        self.arena = Arena(max(2 * MIB, min(depth, 64) * op_size_bytes), is_shareable=True, backing=backing)
         self.queue = HostQueue(capacity_count=4 * BATCH_COUNT, spin_us=spin_us)
         options = VhostOptions(
             queue_size=max(4, 1 << (depth - 1).bit_length()),
@@ -118,12 +128,14 @@ class FrontEnd:
 
     def _make_ios(self, size: int, rng: np.random.Generator) -> IoArray:
         block = self.device.block_size_bytes
-        places = self.device.size_bytes // size
-        ios = np.zeros(BATCH_COUNT, dtype=IO_DTYPE)
+        place_count = self.device.size_bytes // size
+        # Whole rounds over the device that are whole quarters of a batch as well.
+        count = np.lcm(place_count, BATCH_COUNT // 4)
+        ios = np.zeros(count, dtype=IO_DTYPE)
         ios["opcode"], ios["device_index"] = OPCODE_READ, self.device.device_index
-        ios["slba"] = rng.integers(0, places, BATCH_COUNT) * (size // block)
+        ios["slba"] = np.tile(rng.permutation(place_count), count // place_count) * (size // block)
         ios["lba_count"], ios["byte_count"] = size // block, size
-        slots = np.arange(BATCH_COUNT) % (self.arena.size_bytes // size)
+        slots = np.arange(count) % (self.arena.size_bytes // size)
         ios["buf_addr"] = np.uint64(self.arena.address) + slots.astype(np.uint64) * np.uint64(size)
         return ios
 
@@ -134,11 +146,11 @@ class FrontEnd:
         while time.perf_counter() - started < seconds:
             if self.depth == 1:
                 self.queue.submit(self._ios[at : at + 1])
-                at = (at + 1) % BATCH_COUNT
+                at = (at + 1) % len(self._ios)
             else:
                 while self.queue.outstanding_count < BATCH_COUNT:
                     self.queue.submit(self._ios[at : at + BATCH_COUNT // 4])
-                    at = (at + BATCH_COUNT // 4) % BATCH_COUNT
+                    at = (at + BATCH_COUNT // 4) % len(self._ios)
             # While this waits, the core keeps the ring full from what it has.
             done = self.queue.poll(min_count=1 if self.depth == 1 else BATCH_COUNT // 4, deadline=deadline)
             assert not done["error"].any(), self.device.fault
@@ -220,9 +232,19 @@ def daemon(
 
 
 def measure_ours(
-    socket: str, *, op_size_bytes: int, depth: int, seconds: float, seed: int, pid: int, spin_us: float = 20.0
+    socket: str,
+    *,
+    op_size_bytes: int,
+    depth: int,
+    seconds: float,
+    seed: int,
+    pid: int,
+    spin_us: float = 20.0,
+    is_huge: bool = False,
 ) -> Sample:
-    front_end = FrontEnd(socket, depth=depth, op_size_bytes=op_size_bytes, seed=seed, spin_us=spin_us)
+    front_end = FrontEnd(
+        socket, depth=depth, op_size_bytes=op_size_bytes, seed=seed, spin_us=spin_us, is_huge=is_huge
+    )
     try:
         meter = ThreadMeter(pid) if pid else None
         sample = front_end.measure(seconds)
@@ -241,14 +263,14 @@ def run_cell(
     depth: int,
     scale: Scale,
     seed: int,
-    spin_us: float,
+    **ways: Any,
 ) -> dict[str, Any]:
     """Both, in turn; medians of the rounds."""
     ours, theirs = [], []
     for round_index in range(scale.round_count):
         shape: dict[str, Any] = {"op_size_bytes": op_size_bytes, "depth": depth, "seconds": scale.seconds}
         theirs.append(measure_fio(file, **shape, seed=seed + round_index))
-        ours.append(measure_ours(socket, **shape, seed=seed + round_index, pid=pid, spin_us=spin_us))
+        ours.append(measure_ours(socket, **shape, seed=seed + round_index, pid=pid, **ways))
     our_ops = statistics.median(sample.ops_per_s for sample in ours)
     fio_ops = statistics.median(sample.ops_per_s for sample in theirs)
     share = statistics.median(sample.daemon_share for sample in ours)
@@ -441,6 +463,7 @@ def measure_daemon(folder: Path, options: argparse.Namespace, scale: Scale) -> d
                 scale=scale,
                 seed=options.seed,
                 spin_us=options.spin_us,
+                is_huge=options.huge,
             )
             cells.append(cell)
             print(line_of(cell), flush=True)
@@ -468,6 +491,7 @@ def main() -> None:
     parser.add_argument(
         "--spin-us", type=float, default=20.0, help="how long our poll looks before it sleeps  [default: 20]"
     )
+    parser.add_argument("--huge", action="store_true", help="payload memory in huge pages")
     parser.add_argument(
         "--realtime",
         action="store_true",

@@ -18,7 +18,7 @@
 
 #define CANCEL_DATA UINT64_MAX         /* user_data of cancellations: nobody waits for their result */
 #define BUFFERS_MAX 1024u              /* registered pieces of 1 GiB */
-#define REAP_SHARE 4u                  /* of what is in flight, taken by one turn: see ring_reap */
+#define REAP_SHARE 8u                  /* of what is in flight, taken by one turn: see ring_reap */
 #define FILES_MAX KVDEV_QUEUE_DEVICES_MAX
 
 /* Newer than the oldest headers that this builds with. */

@@ -36,7 +36,7 @@ def test_local_bench_runs_at_toy_size(tmp_path: Path) -> None:
     shapes = [(cell["op_size_bytes"], cell["depth"]) for cell in report["cells"]]
     assert shapes == [(4096, 1), (4096, 4), (131072, 1), (131072, 4)]
     for cell in report["cells"]:
-        for who in ("", "fio_", "threads_"):
+        for who in ("", "fio_", "threads_", "huge_"):
             assert cell[f"{who}ops_per_s"] > 0 and cell[f"{who}lat_us_mean"] > 0
         assert cell["ratio"] == cell["ops_per_s"] / cell["fio_ops_per_s"]
     content = np.random.default_rng(5).bytes(16 << 20)
