@@ -1,10 +1,10 @@
 """How fast file devices are: our io_uring engine in turn with fio's on the same file, and our threads beside them.
 
 Run alone on the machine: ``.venv/bin/python bench/local.py``. All read every place of one file in random order, again
-and again, past the page cache, with registered memory and files; rounds alternate, the ratio is of the medians. fio and we
-have payload memory in pages of 4 KiB; "huge" is an arena as it comes, in huge pages, which fio 3.33 can have only where
-some are reserved. Excluded: opening, and filling the file. fio runs as a thread of one process, so that it has this
-process's priority. Ends with the file's bytes, read through the engine, compared with the file.
+and again, past the page cache, with registered memory and files; rounds alternate, the ratio is of the medians. fio and
+we have payload memory in pages of 4 KiB; "huge" is an arena as it comes, in huge pages, which fio 3.33 can have only
+where some are reserved. Excluded: opening, and filling the file. fio runs as a thread of one process, so that it has
+this process's priority. Ends with the file's bytes, read through the engine, compared with the file.
 """
 
 from __future__ import annotations
