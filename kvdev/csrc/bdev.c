@@ -19,6 +19,7 @@
 #define PAGE_BYTES ((uint64_t)4096)
 #define DIRECT_ALIGN ((uint64_t)4096)     /* of buffer, offset and length for the O_DIRECT descriptor */
 #define SCRATCH_BYTES ((uint64_t)16384)   /* a piece of a file compare or of a zero fill */
+#define VERIFY_BYTES ((uint64_t)65536)    /* of one read that verifies; at least a block */
 #define MEMSET_MAX ((uint64_t)1 << 20)    /* a longer zero fill of memory gives whole pages back instead */
 
 static int cache_flush(struct kvdev_bdev *bdev);
@@ -311,6 +312,7 @@ static void account_one(struct kvdev_bdev *bdev, int op, uint64_t length, uint64
     switch (op) {
     case KVDEV_BDEV_OP_READ:
     case KVDEV_BDEV_OP_COMPARE:
+    case KVDEV_BDEV_OP_VERIFY:
         counters_add(&bdev->read, length, ns);
         break;
     case KVDEV_BDEV_OP_WRITE:
@@ -527,6 +529,19 @@ static int file_compare(struct kvdev_bdev *bdev, uint64_t offset, uint64_t lengt
     return 0;
 }
 
+/* `read` is file_read or, over a volatile cache, cache_read. */
+static int read_all(struct kvdev_bdev *bdev, uint64_t offset, uint64_t length,
+                    int (*read)(struct kvdev_bdev *, uint64_t, uint64_t, uint8_t *))
+{
+    _Alignas(4096) uint8_t scratch[VERIFY_BYTES];
+    for (uint64_t at = 0; at < length; at += VERIFY_BYTES) {
+        int err = read(bdev, offset + at, length - at < VERIFY_BYTES ? length - at : VERIFY_BYTES, scratch);
+        if (err)
+            return err;
+    }
+    return 0;
+}
+
 static int file_zero(struct kvdev_bdev *bdev, uint32_t flags, uint64_t offset, uint64_t length)
 {
     if (fallocate(bdev->fd, FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)length) != 0) {
@@ -655,6 +670,8 @@ static int cache_execute(struct kvdev_bdev *bdev, int op, uint32_t flags, uint64
     case KVDEV_BDEV_OP_WRITE_ZEROES:
     case KVDEV_BDEV_OP_DEALLOCATE:
         return cache_write(bdev, flags, offset, length, NULL);
+    case KVDEV_BDEV_OP_VERIFY:
+        return read_all(bdev, offset, length, cache_read);
     default:
         return cache_flush(bdev);
     }
@@ -671,6 +688,8 @@ static int file_execute(struct kvdev_bdev *bdev, int op, uint32_t flags, uint64_
         return file_compare(bdev, offset, length, buf);
     case KVDEV_BDEV_OP_WRITE_ZEROES:
         return file_zero(bdev, flags, offset, length);
+    case KVDEV_BDEV_OP_VERIFY:
+        return read_all(bdev, offset, length, file_read);
     case KVDEV_BDEV_OP_DEALLOCATE:
         /* Advisory: a file system that cannot punch holes keeps the blocks. */
         if (fallocate(bdev->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)length) != 0 &&
@@ -723,7 +742,7 @@ int kvdev_bdev_execute_from(struct kvdev_bdev *bdev, int op, uint32_t flags, uin
     if (offset > bdev->size_bytes || length > bdev->size_bytes - offset ||
         ((offset | length) & (bdev->block_size - 1)) != 0)
         return -EINVAL;
-    if (bdev->is_readonly && op != KVDEV_BDEV_OP_READ && op != KVDEV_BDEV_OP_COMPARE && op != KVDEV_BDEV_OP_FLUSH)
+    if (bdev->is_readonly && kvdev_bdev_changes(op))
         return -EROFS;
     int err;
     switch (bdev->kind) {

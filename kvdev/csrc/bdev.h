@@ -25,6 +25,7 @@
 #define KVDEV_BDEV_OP_WRITE_ZEROES 3
 #define KVDEV_BDEV_OP_DEALLOCATE 4
 #define KVDEV_BDEV_OP_COMPARE 5
+#define KVDEV_BDEV_OP_VERIFY 6       /* a read whose data nobody wants: it says whether it can be read */
 
 #define KVDEV_BDEV_FUA 0x01          /* a write is durable when it returns */
 
@@ -162,6 +163,12 @@ void kvdev_bdev_histogram_stop(struct kvdev_bdev *bdev);
 /* KVDEV_BDEV_HISTOGRAM_BUCKETS counts, nanoseconds: 128 of one each, then 128 for each power of two. */
 int kvdev_bdev_histogram_read(const struct kvdev_bdev *bdev, uint64_t *counts);
 /* cdef end */
+
+/* Whether an operation changes what is stored. */
+static inline int kvdev_bdev_changes(int op)
+{
+    return op == KVDEV_BDEV_OP_WRITE || op == KVDEV_BDEV_OP_WRITE_ZEROES || op == KVDEV_BDEV_OP_DEALLOCATE;
+}
 
 /* How long an operation is to be held. */
 struct kvdev_bdev_hold {

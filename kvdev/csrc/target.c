@@ -13,6 +13,7 @@
 #include "target_int.h"
 
 #define POLLERS_MAX 64u
+#define DRAIN_LOOK_NS 2000000u
 #define WORKERS_MAX 64u
 #define EPOLL_TAG_EVENT ((uint64_t)1)
 #define EPOLL_TAG_LISTENER ((uint64_t)2)
@@ -250,6 +251,32 @@ static void poller_deinit(struct kvdev_target *target, struct poller *poller)
     pthread_mutex_destroy(&poller->inbox_lock);
 }
 
+static void gates_free(struct target_controller *controller)
+{
+    free(controller->gates);
+    free(controller->abort_ns);
+    controller->gates = NULL;
+    controller->abort_ns = NULL;
+}
+
+static int gates_make(struct target_controller *controller, uint32_t nsid_max)
+{
+    controller->gates = calloc(nsid_max, sizeof *controller->gates);
+    controller->abort_ns = calloc(nsid_max, sizeof *controller->abort_ns);
+    if (controller->gates && controller->abort_ns)
+        return 0;
+    gates_free(controller);
+    return -ENOMEM;
+}
+
+static void namespaces_free(struct target_subsystem *subsystem)
+{
+    for (uint32_t i = 0; subsystem->namespaces && i < subsystem->nsid_max; i++)
+        pthread_mutex_destroy(&subsystem->namespaces[i].fused_lock);
+    free(subsystem->namespaces);
+    memset(subsystem, 0, sizeof(*subsystem));
+}
+
 static void target_free(struct kvdev_target *target)
 {
     for (uint32_t i = 0; target->pollers && i < target->opts.poller_count; i++)
@@ -259,13 +286,13 @@ static void target_free(struct kvdev_target *target)
             close(target->listeners[i].fd);
     }
     for (uint32_t i = 0; target->subsystems && i < target->opts.subsystems_max; i++)
-        free(target->subsystems[i].namespaces);
+        namespaces_free(&target->subsystems[i]);
     free(target->pollers);
     free(target->workers);
     free(target->listeners);
     free(target->subsystems);
     for (uint32_t i = 0; target->controllers && i < target->opts.controllers_max; i++)
-        free(target->controllers[i].ana);
+        gates_free(&target->controllers[i]);
     free(target->controllers);
     free(target->connections);
     pthread_mutex_destroy(&target->lock);
@@ -454,6 +481,8 @@ int kvdev_target_subsystem_create(struct kvdev_target *target, uint32_t nsid_max
     struct target_namespace *namespaces = calloc(nsid_max, sizeof(*namespaces));
     if (!namespaces)
         return -ENOMEM;
+    for (uint32_t i = 0; i < nsid_max; i++)
+        pthread_mutex_init(&namespaces[i].fused_lock, NULL);
     int err = -ENOSPC;
     pthread_mutex_lock(&target->lock);
     for (uint32_t i = 0; i < target->opts.subsystems_max && err; i++) {
@@ -464,8 +493,10 @@ int kvdev_target_subsystem_create(struct kvdev_target *target, uint32_t nsid_max
         err = 0;
     }
     pthread_mutex_unlock(&target->lock);
-    if (err)
-        free(namespaces);
+    if (err) {
+        struct target_subsystem unused = { .namespaces = namespaces, .nsid_max = nsid_max };
+        namespaces_free(&unused);
+    }
     return err;
 }
 
@@ -512,8 +543,7 @@ int kvdev_target_subsystem_destroy(struct kvdev_target *target, int32_t index, u
         if (target->controllers[i].subsystem == subsystem)
             target->controllers[i].subsystem = NULL;
     }
-    free(subsystem->namespaces);
-    memset(subsystem, 0, sizeof(*subsystem));
+    namespaces_free(subsystem);
     pthread_mutex_unlock(&target->lock);
     return 0;
 }
@@ -527,8 +557,10 @@ int kvdev_target_namespace_set(struct kvdev_target *target, int32_t index, uint3
         err = -ENOENT;
     else if (atomic_load(&subsystem->namespaces[nsid - 1].bdev))
         err = -EEXIST;
-    else
+    else {
+        atomic_store(&subsystem->namespaces[nsid - 1].fused_map, 0);
         atomic_store(&subsystem->namespaces[nsid - 1].bdev, bdev);
+    }
     pthread_mutex_unlock(&target->lock);
     return err;
 }
@@ -560,7 +592,7 @@ int kvdev_target_namespace_clear(struct kvdev_target *target, int32_t index, uin
     return err;
 }
 
-int kvdev_target_controller_create(struct kvdev_target *target, int32_t index, int32_t *ret)
+int kvdev_target_controller_create(struct kvdev_target *target, int32_t index, uint32_t host_tag, int32_t *ret)
 {
     int err = -ENOSPC;
     pthread_mutex_lock(&target->lock);
@@ -571,14 +603,14 @@ int kvdev_target_controller_create(struct kvdev_target *target, int32_t index, i
                       (controller->in_use == 2 && atomic_load(&controller->connection_count) == 0);
         if (!is_free)
             continue;
-        free(controller->ana); /* of the slot's last controller, whose connections are gone */
-        controller->ana = calloc(subsystem->nsid_max, sizeof *controller->ana);
-        if (!controller->ana) {
+        gates_free(controller); /* of the slot's last controller, whose connections are gone */
+        err = gates_make(controller, subsystem->nsid_max);
+        if (err) {
             controller->in_use = 0;
-            err = -ENOMEM;
             break;
         }
         controller->in_use = 1;
+        controller->host_tag = host_tag;
         controller->subsystem = subsystem;
         atomic_store(&controller->is_ready, 0);
         atomic_store(&controller->is_dead, 0);
@@ -611,15 +643,90 @@ int kvdev_target_controller_set_ready(struct kvdev_target *target, int32_t index
     return controller ? 0 : -ENOENT;
 }
 
-int kvdev_target_controller_ana_set(struct kvdev_target *target, int32_t index, uint32_t nsid, uint16_t status)
+int kvdev_target_controller_gate_set(struct kvdev_target *target, int32_t index, uint32_t nsid, uint32_t gate)
 {
     pthread_mutex_lock(&target->lock);
     struct target_controller *controller = controller_at(target, index);
     int is_there = controller && controller->subsystem && nsid && nsid <= controller->subsystem->nsid_max;
     if (is_there)
-        atomic_store(&controller->ana[nsid - 1], status);
+        atomic_store(&controller->gates[nsid - 1], gate);
     pthread_mutex_unlock(&target->lock);
     return is_there ? 0 : -ENOENT;
+}
+
+static int is_one_of(uint32_t tag, const uint32_t *tags, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (tags[i] == tag)
+            return 1;
+    }
+    return 0;
+}
+
+int target_is_drained(const struct drain *drain, const struct connection *connection)
+{
+    if (!is_one_of(connection->host_tag, drain->host_tags, drain->host_count))
+        return 1;
+    for (uint16_t i = 0; i < connection->request_count; i++) {
+        const struct request *request = &connection->requests[i];
+        if (request->state != REQUEST_FREE && request->state != REQUEST_SENDING && request->ns == drain->ns &&
+            request->arrival_ns <= drain->before_ns)
+            return 0;
+    }
+    return 1;
+}
+
+static void aborts_set(struct kvdev_target *target, const struct target_subsystem *subsystem, uint32_t nsid,
+                       const struct drain *drain)
+{
+    for (uint32_t i = 0; i < target->opts.controllers_max; i++) {
+        struct target_controller *controller = &target->controllers[i];
+        if (controller->in_use && controller->subsystem == subsystem &&
+            is_one_of(controller->host_tag, drain->host_tags, drain->host_count))
+            atomic_store(&controller->abort_ns[nsid - 1], drain->before_ns);
+    }
+}
+
+static void drain_forget(struct kvdev_target *target, struct drain *drain)
+{
+    struct drain **link = &target->drains;
+    while (*link != drain)
+        link = &(*link)->next;
+    *link = drain->next;
+}
+
+int kvdev_target_abort_hosts(struct kvdev_target *target, int32_t index, uint32_t nsid, const uint32_t *host_tags,
+                             uint32_t count, uint64_t timeout_ns)
+{
+    uint32_t pollers = target->opts.poller_count;
+    uint64_t all = pollers == 64 ? UINT64_MAX : ((uint64_t)1 << pollers) - 1;
+    pthread_mutex_lock(&target->lock);
+    struct target_subsystem *subsystem = subsystem_at(target, index);
+    if (!subsystem || nsid == 0 || nsid > subsystem->nsid_max) {
+        pthread_mutex_unlock(&target->lock);
+        return -ENOENT;
+    }
+    struct drain drain = { .next = target->drains,
+                           .ns = &subsystem->namespaces[nsid - 1],
+                           .host_tags = host_tags,
+                           .host_count = count,
+                           .before_ns = target_now_ns() };
+    aborts_set(target, subsystem, nsid, &drain);
+    target->drains = &drain;
+    for (uint32_t attempt = 0; attempt < 2 && drain.idle_map != all; attempt++) {
+        uint64_t end_ns = target_now_ns() + timeout_ns;
+        drain.evict = attempt;
+        while (drain.idle_map != all && target_now_ns() < end_ns) {
+            /* Nothing tells when a command has ended: the pollers are asked until they have none. */
+            struct timespec again = deadline_after(DRAIN_LOOK_NS);
+            target_scan_all(target);
+            pthread_cond_timedwait(&target->changed, &target->lock, &again);
+        }
+    }
+    int err = drain.idle_map == all ? 0 : -ETIMEDOUT;
+    drain_forget(target, &drain);
+    pthread_mutex_unlock(&target->lock);
+    return err;
 }
 
 static int controller_end(struct kvdev_target *target, int32_t index, uint32_t in_use)

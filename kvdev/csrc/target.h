@@ -25,6 +25,10 @@
 #define KVDEV_TARGET_EVENT_CAPSULE 1   /* a Fabrics or Admin command to complete by its handle */
 #define KVDEV_TARGET_EVENT_CLOSED 2    /* a connection is gone; its number is not used again */
 
+#define KVDEV_TARGET_GATE_ANA 0xffff         /* the status of an ANA state: SCT 3, SC 1 to 3 */
+#define KVDEV_TARGET_GATE_NO_READS 0x10000   /* a reservation conflict */
+#define KVDEV_TARGET_GATE_NO_WRITES 0x20000
+
 #define KVDEV_TARGET_ACTION_NONE 0
 #define KVDEV_TARGET_ACTION_BIND 1     /* a Connect was granted: the connection becomes that queue */
 #define KVDEV_TARGET_ACTION_ADMIT 2    /* the host is authenticated: the queue takes all its commands */
@@ -141,12 +145,16 @@ int kvdev_target_namespace_clear(struct kvdev_target *target, int32_t subsystem,
 /* Look at the held operations again: a filter was resumed, or limits changed. */
 void kvdev_target_release(struct kvdev_target *target);
 
-int kvdev_target_controller_create(struct kvdev_target *target, int32_t subsystem, int32_t *ret);
+/* host_tag: a number of the caller's for the host, the same for all its controllers. */
+int kvdev_target_controller_create(struct kvdev_target *target, int32_t subsystem, uint32_t host_tag, int32_t *ret);
 /* Whether its I/O queues execute commands. */
 int kvdev_target_controller_set_ready(struct kvdev_target *target, int32_t controller, int is_ready);
-/* What its I/O to a namespace completes with for its ANA state (SCT 3, SC 1 to 3); 0 lets it through. */
-int kvdev_target_controller_ana_set(struct kvdev_target *target, int32_t controller, uint32_t nsid,
-                                    uint16_t status);
+/* What keeps its I/O to a namespace out; 0 lets all through. Commands that have begun go on. */
+int kvdev_target_controller_gate_set(struct kvdev_target *target, int32_t controller, uint32_t nsid, uint32_t gate);
+/* Abort what these hosts have begun on a namespace, and wait until nothing of it is left: their connections are ended
+ * when it takes timeout_ns; -ETIMEDOUT when it takes as long again. */
+int kvdev_target_abort_hosts(struct kvdev_target *target, int32_t subsystem, uint32_t nsid, const uint32_t *host_tags,
+                             uint32_t count, uint64_t timeout_ns);
 /* End all its connections. */
 int kvdev_target_controller_kill(struct kvdev_target *target, int32_t controller);
 /* End all its connections and give the number back once they are gone. */

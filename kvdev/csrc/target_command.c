@@ -5,18 +5,10 @@
 #include "crc32c.h"
 #include "target_int.h"
 
-#define OPC_FABRICS 0x7f
-#define OPC_FLUSH 0x00
-#define OPC_WRITE 0x01
-#define OPC_READ 0x02
-#define OPC_COMPARE 0x05
-#define OPC_WRITE_ZEROES 0x08
-#define OPC_DSM 0x09
 #define OPC_ADMIN_ASYNC_EVENT_REQUEST 0x0c
 #define FCTYPE_CONNECT 0x01
 #define FCTYPE_AUTHENTICATION_SEND 0x05
 #define FCTYPE_AUTHENTICATION_RECEIVE 0x06
-#define CDW12_FUA (1u << 30)
 #define DSM_ATTRIBUTE_DEALLOCATE (1u << 2)
 #define DSM_RANGE_BYTES 16u
 
@@ -74,6 +66,7 @@ void command_release(struct request *request)
         connection->r2t_open--;
     if (request->has_cid)
         connection->cid_outstanding[request->sqe.cid >> 3] &= (uint8_t) ~(1u << (request->sqe.cid & 7));
+    fused_forget(request);
     if (request->ns) {
         target_namespace_put(connection->target, request->ns);
         request->ns = NULL;
@@ -108,7 +101,7 @@ static size_t response_build(struct request *request, uint8_t *at)
 }
 
 /* Queue the response: data to the host first where there is some and the status is success. */
-static void respond(struct request *request)
+void command_respond(struct request *request)
 {
     struct connection *connection = request->connection;
     const struct kvdev_pdu_link *link = &connection->rx.link;
@@ -145,10 +138,10 @@ static void respond(struct request *request)
     connection_mark_dirty(connection);
 }
 
-static void fail(struct request *request, uint16_t status)
+void command_fail(struct request *request, uint16_t status)
 {
     request->status = status;
-    respond(request);
+    command_respond(request);
 }
 
 static void request_r2t(struct request *request)
@@ -176,7 +169,7 @@ void command_r2t_sent(struct request *request)
 
 /* ---- operations ---- */
 
-static uint16_t status_of(int error, int op)
+uint16_t command_status_of(int error, int op)
 {
     switch (error) {
     case 0:
@@ -191,31 +184,22 @@ static uint16_t status_of(int error, int op)
     case -EINVAL:
         return ST_INVALID_FIELD;
     case -EIO:
-        return op == KVDEV_BDEV_OP_READ || op == KVDEV_BDEV_OP_COMPARE ? ST_READ_ERROR : ST_WRITE_FAULT;
+        return op == KVDEV_BDEV_OP_READ || op == KVDEV_BDEV_OP_COMPARE || op == KVDEV_BDEV_OP_VERIFY ? ST_READ_ERROR
+                                                                                                     : ST_WRITE_FAULT;
     default:
         /* An injected NVMe status goes to the host as it is. */
         return -error & KVDEV_BDEV_NVME_ERROR ? (uint16_t)(-error & 0x7ff) : ST_INTERNAL_ERROR;
     }
 }
 
-static void dsm_execute(struct request *request)
+static void execute_plain(struct request *request)
 {
-    uint32_t count = request->data_len / DSM_RANGE_BYTES;
-    request->error = 0;
-    for (uint32_t i = 0; i < count && !request->error; i++) {
-        const uint8_t *range = request->data + (size_t)i * DSM_RANGE_BYTES;
-        uint64_t length = (uint64_t)kvdev_load_le32(range + 4) * request->block_size;
-        uint64_t offset = kvdev_load_le64(range + 8) * request->block_size;
-        if (length)
-            request->error =
-                kvdev_bdev_execute(request->bdev, KVDEV_BDEV_OP_DEALLOCATE, 0, offset, length, NULL);
+    if (request->sqe.opc == OPC_DSM) {
+        nvm_dsm_execute(request);
+        return;
     }
-}
-
-void command_execute(struct request *request)
-{
-    if (request->op == KVDEV_BDEV_OP_DEALLOCATE && request->sqe.opc == OPC_DSM) {
-        dsm_execute(request);
+    if (request->sqe.opc == OPC_COPY) {
+        nvm_copy_execute(request);
         return;
     }
     uint64_t start_ns = request->admitted_ns ? request->admitted_ns : target_now_ns();
@@ -223,41 +207,116 @@ void command_execute(struct request *request)
                                              request->length, request->data, start_ns);
 }
 
-/* The operation's data is where it must be: run it here, or lend the request to a worker. */
-static void execute(struct request *request)
+void command_execute(struct request *request)
+{
+    if (request->mate) {
+        fused_execute(request);
+        return;
+    }
+    int is_shared = kvdev_bdev_changes(request->op) && nvm_fused_pieces(request, request->offset, request->length);
+    if (is_shared)
+        pthread_mutex_lock(&request->ns->fused_lock);
+    execute_plain(request);
+    if (is_shared)
+        pthread_mutex_unlock(&request->ns->fused_lock);
+}
+
+/* It is done: the response, or those of both halves of a fused pair. */
+static void finish(struct request *request)
+{
+    if (request->mate) {
+        fused_finish(request);
+        return;
+    }
+    request->status = command_status_of(request->error, request->op);
+    command_respond(request);
+}
+
+static void lend(struct request *request)
+{
+    request->state = REQUEST_EXECUTING;
+    request->connection->lent++;
+    if (request->mate) {
+        request->mate->state = REQUEST_EXECUTING;
+        request->connection->lent++;
+    }
+}
+
+/* Preempt and Abort: this command came before it. */
+static int is_preempted(const struct request *request)
+{
+    const struct target_controller *controller = request->connection->controller;
+    return atomic_load_explicit(&controller->abort_ns[request->sqe.nsid - 1], memory_order_relaxed) >=
+           request->arrival_ns;
+}
+
+void command_run(struct request *request)
 {
     struct connection *connection = request->connection;
     struct kvdev_bdev_info info;
+    if (is_preempted(request)) {
+        if (request->mate)
+            command_fail(request->mate, ST_ABORTED_PREEMPT);
+        command_fail(request, ST_ABORTED_PREEMPT);
+        return;
+    }
     kvdev_bdev_info_read(request->bdev, &info);
-    int is_long_fill = request->length > TARGET_INLINE_FILL_MAX &&
-                       (request->op == KVDEV_BDEV_OP_WRITE_ZEROES || request->op == KVDEV_BDEV_OP_DEALLOCATE);
+    int is_long = request->sqe.opc == OPC_COPY ||
+                  (request->length > TARGET_INLINE_FILL_MAX &&
+                   (request->op == KVDEV_BDEV_OP_WRITE_ZEROES || request->op == KVDEV_BDEV_OP_DEALLOCATE));
     if (kvdev_bdev_is_held(request->bdev)) {
         uint64_t now = target_now_ns();
         request->admitted_ns = now;
-        request->state = REQUEST_EXECUTING;
-        connection->lent++;
+        lend(request);
         if (kvdev_bdev_admit(request->bdev, request->op, request->offset, request->length, now, &request->hold))
             target_held_push(connection->target, request);
         else
             target_work_push(connection->target, request);
         return;
     }
-    if (info.may_block || is_long_fill) {
-        request->state = REQUEST_EXECUTING;
-        connection->lent++;
+    if (info.may_block || is_long) {
+        lend(request);
         target_work_push(connection->target, request);
         return;
     }
     command_execute(request);
-    request->status = status_of(request->error, request->op);
-    respond(request);
+    finish(request);
+}
+
+/* A large buffer of the poller's pool when one is free: command_buffer_granted goes on with it. */
+static void buffer_take(struct request *request)
+{
+    struct poller *poller = request->connection->poller;
+    if (poller->buffer_count == 0 || poller->wait_buffer.first) {
+        request->state = REQUEST_WAIT_BUFFER;
+        list_push(&poller->wait_buffer, request);
+        return;
+    }
+    request->buffer = poller->buffers[--poller->buffer_count];
+    command_buffer_granted(request);
+}
+
+/* The ranges of a Dataset Management or Copy command are there. */
+static void ranges_ready(struct request *request)
+{
+    int is_copy = request->sqe.opc == OPC_COPY;
+    uint16_t status = is_copy ? nvm_copy_check(request) : nvm_dsm_check(request);
+    if (status != ST_SUCCESS)
+        command_fail(request, status);
+    else if (is_copy)
+        buffer_take(request);
+    else if (!(request->sqe.cdw11 & DSM_ATTRIBUTE_DEALLOCATE))
+        command_respond(request); /* access hints only: nothing to do */
+    else
+        command_run(request);
 }
 
 /* All data of a command that takes data is there. */
 static void data_ready(struct request *request)
 {
     if (request->is_bad_digest) {
-        fail(request, ST_TRANSIENT_TRANSPORT); /* TCP 3.3.1.1: the command fails, the connection goes on */
+        /* TCP 3.3.1.1: the command fails, the connection goes on */
+        fused_fail(request, ST_TRANSIENT_TRANSPORT);
         return;
     }
     if (request->is_control) {
@@ -269,27 +328,15 @@ static void data_ready(struct request *request)
     if (request->is_direct) {
         kvdev_bdev_account(request->bdev, request->op, request->offset, request->length,
                            target_now_ns() - request->arrival_ns, 0);
-        respond(request);
+        command_respond(request);
         return;
     }
-    if (request->sqe.opc == OPC_DSM) {
-        struct kvdev_bdev_info info;
-        kvdev_bdev_info_read(request->bdev, &info);
-        for (uint32_t at = 0; at < request->data_len; at += DSM_RANGE_BYTES) {
-            uint64_t lba_count = kvdev_load_le32(request->data + at + 4);
-            uint64_t slba = kvdev_load_le64(request->data + at + 8);
-            request->length += lba_count * info.block_size;
-            if (slba > info.block_count || lba_count > info.block_count - slba) {
-                fail(request, ST_LBA_RANGE);
-                return;
-            }
-        }
-        if (!(request->sqe.cdw11 & DSM_ATTRIBUTE_DEALLOCATE)) {
-            respond(request); /* access hints only: nothing to do */
-            return;
-        }
-    }
-    execute(request);
+    if (request->fuse)
+        fused_data_ready(request);
+    else if (request->sqe.opc == OPC_DSM || request->sqe.opc == OPC_COPY)
+        ranges_ready(request);
+    else
+        command_run(request);
 }
 
 /* The request has memory for its data: a read or a control command starts, a write asks for its data. */
@@ -304,11 +351,15 @@ static void memory_ready(struct request *request)
         data_ready(request);
         return;
     }
-    execute(request);
+    command_run(request);
 }
 
 void command_buffer_granted(struct request *request)
 {
+    if (request->sqe.opc == OPC_COPY && !request->is_control) {
+        command_run(request); /* its ranges stay where they are */
+        return;
+    }
     request->data = request->buffer;
     memory_ready(request);
 }
@@ -316,19 +367,12 @@ void command_buffer_granted(struct request *request)
 /* Give a request that cannot go straight its memory: its own stage, or a large buffer when one is free. */
 static void memory_take(struct request *request)
 {
-    struct poller *poller = request->connection->poller;
     if (request->data_len <= KVDEV_TARGET_STAGE_BYTES) {
         request->data = request->stage;
         memory_ready(request);
         return;
     }
-    if (poller->buffer_count == 0 || poller->wait_buffer.first) {
-        request->state = REQUEST_WAIT_BUFFER;
-        list_push(&poller->wait_buffer, request);
-        return;
-    }
-    request->buffer = poller->buffers[--poller->buffer_count];
-    command_buffer_granted(request);
+    buffer_take(request);
 }
 
 /* The control thread has decided on a Connect. */
@@ -351,6 +395,7 @@ static void connect_decided(struct request *request)
     atomic_fetch_add(&controller->connection_count, 1);
     connection->controller = controller;
     connection->controller_number = done->controller;
+    connection->host_tag = controller->host_tag;
     connection->qid = done->qid;
     connection->sq_entries = (uint16_t)(done->sqsize + 1);
     connection->request_limit = connection->sq_entries;
@@ -373,15 +418,17 @@ static void connect_decided(struct request *request)
 void command_returned(struct request *request)
 {
     struct connection *connection = request->connection;
-    connection->lent--;
+    struct request *mate = request->mate;
+    connection->lent -= mate ? 2 : 1;
     if (connection->state == CONNECTION_CLOSED || connection->state == CONNECTION_LINGER || request->is_abandoned) {
         command_release(request);
+        if (mate)
+            command_release(mate);
         atomic_store(&connection->poller->scan, 1); /* it may have been the last one */
         return;
     }
     if (!request->is_control) {
-        request->status = status_of(request->error, request->op);
-        respond(request);
+        finish(request);
         return;
     }
     request->status = request->completion.status;
@@ -391,7 +438,7 @@ void command_returned(struct request *request)
         connect_decided(request);
     if (request->completion.action == KVDEV_TARGET_ACTION_ADMIT)
         connection->must_authenticate = 0;
-    respond(request);
+    command_respond(request);
     if (request->completion.action == KVDEV_TARGET_ACTION_END)
         connection_end(connection);
 }
@@ -451,11 +498,26 @@ static void control_start(struct request *request, uint32_t capsule_len)
         status = ST_INVALID_FIELD;
     if (status != ST_SUCCESS) {
         request->is_read_response = 0;
-        fail(request, status);
+        command_fail(request, status);
         return;
     }
     request->data_len = sqe->sgl_len;
     move_data(request, capsule_len);
+}
+
+/* What a reservation may deny a command: NVM Command Set 5.6, Base 8.1.22.1. */
+static uint32_t access_of(uint8_t opc)
+{
+    switch (opc) {
+    case OPC_READ:
+    case OPC_COMPARE:
+    case OPC_VERIFY:
+        return KVDEV_TARGET_GATE_NO_READS;
+    case OPC_COPY:
+        return KVDEV_TARGET_GATE_NO_READS | KVDEV_TARGET_GATE_NO_WRITES;
+    default:
+        return KVDEV_TARGET_GATE_NO_WRITES; /* Flush is among the writes */
+    }
 }
 
 static uint16_t namespace_get(struct request *request)
@@ -466,9 +528,11 @@ static uint16_t namespace_get(struct request *request)
     if (nsid == 0 || nsid > subsystem->nsid_max)
         return ST_INVALID_NAMESPACE;
     struct target_namespace *ns = &subsystem->namespaces[nsid - 1];
-    uint16_t ana = atomic_load_explicit(&connection->controller->ana[nsid - 1], memory_order_relaxed);
-    if (ana)
-        return ana;
+    uint32_t gate = atomic_load_explicit(&connection->controller->gates[nsid - 1], memory_order_relaxed);
+    if (gate & KVDEV_TARGET_GATE_ANA)
+        return (uint16_t)gate;
+    if (gate & access_of(request->sqe.opc))
+        return ST_RESERVATION_CONFLICT;
     /* Counted first, looked at second: kvdev_target_namespace_clear does it the other way round, so one of
      * the two always sees the other. */
     atomic_fetch_add(&ns->outstanding, 1);
@@ -513,6 +577,8 @@ static uint16_t io_prepare(struct request *request, const struct kvdev_bdev_info
         request->direction = KVDEV_DIR_H2C;
         request->data_len = ((request->sqe.cdw10 & 0xff) + 1) * DSM_RANGE_BYTES;
         return ST_SUCCESS;
+    case OPC_COPY:
+        return nvm_copy_prepare(request, info);
     default:
         break;
     }
@@ -520,7 +586,11 @@ static uint16_t io_prepare(struct request *request, const struct kvdev_bdev_info
     if (status != ST_SUCCESS)
         return status;
     if (request->length > connection->transport.max_io_size)
-        return ST_INVALID_FIELD; /* above MDTS */
+        return ST_INVALID_FIELD; /* above MDTS, or above VSL, which is the same */
+    if (request->sqe.opc == OPC_VERIFY) {
+        request->op = KVDEV_BDEV_OP_VERIFY;
+        return ST_SUCCESS;
+    }
     request->data_len = (uint32_t)request->length;
     request->direction = request->sqe.opc == OPC_READ ? KVDEV_DIR_C2H : KVDEV_DIR_H2C;
     request->is_read_response = request->sqe.opc == OPC_READ;
@@ -536,8 +606,6 @@ static uint16_t io_check(struct request *request, uint32_t capsule_len, struct k
     const struct kvdev_sqe *sqe = &request->sqe;
     if (!atomic_load(&connection->controller->is_ready))
         return ST_COMMAND_SEQUENCE;
-    if (sqe->flags & 3)
-        return ST_INVALID_FIELD; /* FUSES is 0 */
     switch (sqe->opc) {
     case OPC_FLUSH:
     case OPC_WRITE:
@@ -545,6 +613,8 @@ static uint16_t io_check(struct request *request, uint32_t capsule_len, struct k
     case OPC_COMPARE:
     case OPC_WRITE_ZEROES:
     case OPC_DSM:
+    case OPC_VERIFY:
+    case OPC_COPY:
         break;
     case OPC_FABRICS:
         return (uint8_t)sqe->nsid == FCTYPE_CONNECT ? ST_COMMAND_SEQUENCE : ST_INVALID_FIELD;
@@ -556,10 +626,11 @@ static uint16_t io_check(struct request *request, uint32_t capsule_len, struct k
         return status;
     kvdev_bdev_info_read(request->bdev, info);
     status = io_prepare(request, info);
+    if (status == ST_SUCCESS && request->fuse)
+        status = fused_check(request, info);
     if (status == ST_SUCCESS && request->data_len > 0)
         status = sgl_check(request, request->data_len, capsule_len);
-    if (status == ST_SUCCESS && info->is_readonly && request->op != KVDEV_BDEV_OP_READ &&
-        request->op != KVDEV_BDEV_OP_FLUSH && request->op != KVDEV_BDEV_OP_COMPARE)
+    if (status == ST_SUCCESS && info->is_readonly && kvdev_bdev_changes(request->op))
         status = ST_WRITE_PROTECTED;
     return status;
 }
@@ -571,17 +642,18 @@ static void io_start(struct request *request, uint32_t capsule_len)
     uint16_t status = io_check(request, capsule_len, &info);
     if (status != ST_SUCCESS) {
         request->is_read_response = 0;
-        fail(request, status);
+        fused_fail(request, status);
         return;
     }
     request->block_size = info.block_size;
     if (request->data_len == 0) {
-        execute(request);
+        command_run(request);
         return;
     }
     int is_write_unchecked = request->direction == KVDEV_DIR_H2C && connection->rx.link.ddgst;
     if (request->data_len > KVDEV_TARGET_STAGE_BYTES && request->op <= KVDEV_BDEV_OP_WRITE && capsule_len == 0 &&
-        !is_write_unchecked) {
+        !is_write_unchecked && !request->fuse &&
+        (request->op == KVDEV_BDEV_OP_READ || !nvm_fused_pieces(request, request->offset, request->length))) {
         request->data = kvdev_bdev_direct(request->bdev, request->offset, request->length);
         if (request->data) {
             request->is_direct = 1;
@@ -591,24 +663,38 @@ static void io_start(struct request *request, uint32_t capsule_len)
             }
             kvdev_bdev_account(request->bdev, request->op, request->offset, request->length,
                                target_now_ns() - request->arrival_ns, 0);
-            respond(request);
+            command_respond(request);
             return;
         }
     }
     move_data(request, capsule_len);
 }
 
+/* The control thread keeps the reservations. */
+static int is_reservation(uint8_t opc)
+{
+    return opc == OPC_RESERVATION_REGISTER || opc == OPC_RESERVATION_REPORT || opc == OPC_RESERVATION_ACQUIRE ||
+           opc == OPC_RESERVATION_RELEASE;
+}
+
 static void capsule_start(struct request *request, uint32_t capsule_len)
 {
     struct connection *connection = request->connection;
-    if (request->is_bad_digest) {
-        fail(request, ST_TRANSIENT_TRANSPORT);
+    uint16_t status = connection->qid ? fused_admit(request) : ST_SUCCESS;
+    if (!request->has_cid)
+        status = ST_CID_CONFLICT;
+    else if (request->is_bad_digest)
+        status = ST_TRANSIENT_TRANSPORT;
+    else if (status == ST_SUCCESS && request->fuse && is_reservation(request->sqe.opc))
+        status = ST_INVALID_FIELD;
+    if (status != ST_SUCCESS) {
+        fused_fail(request, status);
         return;
     }
     if (connection->state == CONNECTION_WAIT_CONNECT) {
         int is_connect = request->sqe.opc == OPC_FABRICS && (uint8_t)request->sqe.nsid == FCTYPE_CONNECT;
         if (!is_connect || connection->is_connecting) {
-            fail(request, ST_COMMAND_SEQUENCE);
+            command_fail(request, ST_COMMAND_SEQUENCE);
             return;
         }
         connection->is_connecting = 1;
@@ -619,10 +705,10 @@ static void capsule_start(struct request *request, uint32_t capsule_len)
     }
     int is_auth = is_authentication(&request->sqe);
     if (connection->must_authenticate && !is_auth) {
-        fail(request, ST_AUTHENTICATION_REQUIRED); /* Base 2.1, 6.3 */
+        fused_fail(request, ST_AUTHENTICATION_REQUIRED); /* Base 2.1, 6.3 */
         return;
     }
-    if (connection->qid == 0 || is_auth)
+    if (connection->qid == 0 || is_auth || is_reservation(request->sqe.opc))
         control_start(request, capsule_len);
     else
         io_start(request, capsule_len);
@@ -632,6 +718,9 @@ static void request_reset(struct request *request)
 {
     request->ns = NULL;
     request->bdev = NULL;
+    request->mate = NULL;
+    request->fuse = 0;
+    request->fuse_status = ST_SUCCESS;
     request->data = NULL;
     request->buffer = NULL;
     request->admitted_ns = 0;
@@ -699,10 +788,7 @@ void command_capsule(struct connection *connection)
         kvdev_pdu_rx_set_payload(rx, request->stage);
         return;
     }
-    if (!request->has_cid)
-        fail(request, ST_CID_CONFLICT);
-    else
-        capsule_start(request, 0);
+    capsule_start(request, 0);
 }
 
 /* An H2CData's header is there. */
@@ -733,10 +819,7 @@ void command_payload_done(struct connection *connection)
     if (!rx->ddgst_ok)
         request->is_bad_digest = 1;
     if (request->state == REQUEST_CAPSULE) {
-        if (!request->has_cid)
-            fail(request, ST_CID_CONFLICT);
-        else
-            capsule_start(request, rx->pdu.data_len);
+        capsule_start(request, rx->pdu.data_len);
         return;
     }
     if (!request->r2t.active) {

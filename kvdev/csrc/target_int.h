@@ -24,6 +24,9 @@
 #define TARGET_TICK_MS 20            /* while a connection waits for a deadline */
 #define TARGET_STASH_BYTES 4096      /* largest logical block sent whole from a memory device */
 #define TARGET_HEAD_BYTES 352        /* header, data digest and response of one command */
+#define TARGET_FUSED_SHIFT 20        /* 1 MiB */
+#define TARGET_COPY_RANGES_MAX 128u  /* MSRC */
+#define TARGET_COPY_RANGE_BYTES 32u
 #define TARGET_INLINE_FILL_MAX ((uint64_t)1 << 20) /* a longer fill is a worker's: a poller serves others meanwhile */
 
 /* NVMe status codes as kvdev_target_completion.status has them. */
@@ -34,15 +37,21 @@
 #define ST_CID_CONFLICT 0x0003
 #define ST_DATA_TRANSFER_ERROR 0x0004
 #define ST_INTERNAL_ERROR 0x0006
+#define ST_ABORTED_FAILED_FUSED (0x0009 | ST_DNR)
+#define ST_ABORTED_MISSING_FUSED (0x000a | ST_DNR)
 #define ST_INVALID_NAMESPACE (0x000b | ST_DNR)
 #define ST_COMMAND_SEQUENCE (0x000c | ST_DNR)
 #define ST_DATA_SGL_LENGTH (0x000f | ST_DNR)
 #define ST_SGL_TYPE (0x0011 | ST_DNR)
+#define ST_ATOMIC_WRITE_UNIT (0x0014 | ST_DNR)
 #define ST_SGL_OFFSET (0x0016 | ST_DNR)
+#define ST_ABORTED_PREEMPT (0x001b | ST_DNR)
 #define ST_WRITE_PROTECTED (0x0020 | ST_DNR)
 #define ST_TRANSIENT_TRANSPORT 0x0022
 #define ST_LBA_RANGE (0x0080 | ST_DNR)
 #define ST_CAPACITY_EXCEEDED 0x0081
+#define ST_RESERVATION_CONFLICT (0x0083 | ST_DNR)
+#define ST_SIZE_LIMIT (0x0183 | ST_DNR)
 #define ST_WRITE_FAULT 0x0280
 #define ST_READ_ERROR 0x0281
 #define ST_COMPARE_FAILURE (0x0285 | ST_DNR)
@@ -54,9 +63,16 @@ enum request_state {
     REQUEST_WAIT_BUFFER, /* on the poller's wait list */
     REQUEST_R2T_QUEUED,  /* on the connection's send list */
     REQUEST_R2T_SENT,    /* H2CData may arrive */
+    REQUEST_FUSED,       /* its data is there, the other half of its pair is not ready */
     REQUEST_EXECUTING,   /* a worker has it */
     REQUEST_CONTROL,     /* the control thread has it */
     REQUEST_SENDING,     /* on the connection's send list */
+};
+
+enum fused_state {
+    FUSED_NONE,
+    FUSED_OPEN,          /* fused_first waits for the command after it */
+    FUSED_FAILED,        /* the first half has failed: the second is aborted when it comes */
 };
 
 enum connection_state {
@@ -76,6 +92,10 @@ struct target_namespace {
     _Atomic(struct kvdev_bdev *) bdev;
     _Atomic uint32_t outstanding;
     _Atomic uint32_t evict; /* end connections with I/O on it */
+    /* Pieces of TARGET_FUSED_SHIFT, modulo 64, that a fused pair was ever sent to: there what changes data takes
+     * fused_lock, so that nothing comes between the halves. */
+    _Atomic uint64_t fused_map;
+    pthread_mutex_t fused_lock;
 };
 
 struct target_subsystem {
@@ -90,7 +110,10 @@ struct target_controller {
     _Atomic uint32_t is_dead;
     _Atomic uint32_t connection_count;
     struct target_subsystem *subsystem;
-    _Atomic uint16_t *ana; /* by nsid - 1: the status that its I/O gets for its ANA state, 0 for none */
+    uint32_t host_tag;
+    /* By nsid - 1: KVDEV_TARGET_GATE_*, 0 lets all I/O through; then what came before is aborted (Preempt and Abort). */
+    _Atomic uint32_t *gates;
+    _Atomic uint64_t *abort_ns;
 };
 
 struct connection;
@@ -104,6 +127,7 @@ struct request {
     uint8_t *data; /* stage, buffer, or the device's memory */
     struct target_namespace *ns;
     struct kvdev_bdev *bdev;
+    struct request *mate; /* the other half of a fused pair */
     uint64_t offset;
     uint64_t length; /* of the operation on the device */
     uint64_t arrival_ns;
@@ -116,8 +140,10 @@ struct request {
     uint32_t dw1;
     int32_t error; /* of the operation, -errno */
     uint16_t status;
+    uint16_t fuse_status; /* not 0: what this half of a broken pair ends with once its data is there */
     uint16_t index;
     uint8_t state;
+    uint8_t fuse; /* SQE bits: 1 first half, 2 second */
     uint8_t direction; /* enum kvdev_pdu_direction */
     uint8_t op; /* KVDEV_BDEV_OP_* */
     uint8_t op_flags;
@@ -157,6 +183,7 @@ struct connection {
     uint8_t wants_out;
     uint8_t is_connecting;
     uint8_t sq_flow_control_off;
+    uint8_t fused; /* enum fused_state */
     uint8_t shut;
     uint8_t must_authenticate;
     uint8_t is_ending; /* closes when all that is to be sent is sent; takes nothing in */
@@ -169,8 +196,10 @@ struct connection {
     uint32_t r2t_open; /* requests in R2T_SENT */
     uint32_t lent; /* requests with a worker or the control thread */
     uint64_t control_sequence;
+    uint32_t host_tag; /* of its controller; stays when that is gone */
     int32_t controller_number;
     struct target_controller *controller;
+    struct request *fused_first; /* FUSED_OPEN */
     _Atomic uint32_t kill;
     _Atomic uint32_t is_closed; /* for the workers: nobody waits for its requests */
     _Atomic uint32_t was_closed_event_taken; /* by the control thread, which touches it no more */
@@ -232,6 +261,17 @@ struct worker {
     uint8_t is_started;
 };
 
+/* A Preempt and Abort that waits for the commands of some hosts on a namespace; on the caller's stack. */
+struct drain {
+    struct drain *next;
+    const struct target_namespace *ns;
+    const uint32_t *host_tags;
+    uint32_t host_count;
+    uint32_t evict;     /* end the connections that still have some */
+    uint64_t before_ns; /* commands that arrived later do not count */
+    uint64_t idle_map;  /* pollers that have none left, or none any more */
+};
+
 struct kvdev_target {
     struct kvdev_target_opts opts;
     struct poller *pollers;
@@ -248,6 +288,7 @@ struct kvdev_target {
     struct connection **connections; /* by slot */
     uint32_t connection_number_next;
     uint32_t poller_next;
+    struct drain *drains;
 
     pthread_mutex_t work_lock;
     pthread_cond_t work_ready;
@@ -294,6 +335,21 @@ static inline struct request *list_pop(struct request_list *list)
     return request;
 }
 
+#define OPC_FABRICS 0x7f
+#define OPC_FLUSH 0x00
+#define OPC_WRITE 0x01
+#define OPC_READ 0x02
+#define OPC_COMPARE 0x05
+#define OPC_WRITE_ZEROES 0x08
+#define OPC_DSM 0x09
+#define OPC_VERIFY 0x0c
+#define OPC_RESERVATION_REGISTER 0x0d
+#define OPC_RESERVATION_REPORT 0x0e
+#define OPC_RESERVATION_ACQUIRE 0x11
+#define OPC_RESERVATION_RELEASE 0x15
+#define OPC_COPY 0x19
+#define CDW12_FUA (1u << 30)
+
 #define TARGET_CONTROLLER_SLOT(number) ((uint32_t)(number) & 0xffffu)
 
 uint64_t target_now_ns(void);
@@ -307,6 +363,8 @@ void target_poller_kick(struct poller *poller);
 void target_scan_all(struct kvdev_target *target);
 void target_inbox_push(struct poller *poller, struct request *request);
 void target_namespace_put(struct kvdev_target *target, struct target_namespace *ns);
+/* Whether a connection has nothing left of what a drain waits for; on its poller. */
+int target_is_drained(const struct drain *drain, const struct connection *connection);
 
 /* target_poller.c */
 void *target_poller_main(void *poller);
@@ -326,5 +384,27 @@ void command_release(struct request *request);
 void command_execute(struct request *request);
 /* The R2T went out whole. */
 void command_r2t_sent(struct request *request);
+void command_respond(struct request *request);
+void command_fail(struct request *request, uint16_t status);
+uint16_t command_status_of(int error, int op);
+/* Run it here, or lend it to a worker; the mate of a fused pair goes with its second half. */
+void command_run(struct request *request);
+
+/* target_nvm.c: ranges, copies, fused pairs. */
+uint64_t nvm_fused_pieces(const struct request *request, uint64_t offset, uint64_t length);
+uint16_t nvm_dsm_check(struct request *request);
+void nvm_dsm_execute(struct request *request);
+uint16_t nvm_copy_prepare(struct request *request, const struct kvdev_bdev_info *info);
+uint16_t nvm_copy_check(struct request *request);
+void nvm_copy_execute(struct request *request);
+/* A command comes in on an I/O queue: the status it is to end with for its place in a fused pair, or success. */
+uint16_t fused_admit(struct request *request);
+uint16_t fused_check(const struct request *request, const struct kvdev_bdev_info *info);
+/* A half of a pair cannot go on: it ends with this status, and the other half with what follows from that. */
+void fused_fail(struct request *request, uint16_t status);
+void fused_data_ready(struct request *request);
+void fused_execute(struct request *request);
+void fused_finish(struct request *second);
+void fused_forget(struct request *request);
 
 #endif

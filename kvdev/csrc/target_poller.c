@@ -658,10 +658,33 @@ static int has_evicted_namespace(const struct connection *connection)
     return 0;
 }
 
+/* Tell those who wait for commands to end that this poller has none; under target->lock. */
+static void drains_look(struct poller *poller)
+{
+    struct kvdev_target *target = poller->target;
+    for (struct drain *drain = target->drains; drain; drain = drain->next) {
+        int is_idle = 1;
+        for (struct connection *c = poller->connections; c; c = c->next_of_poller) {
+            if (target_is_drained(drain, c))
+                continue;
+            is_idle = 0;
+            if (drain->evict)
+                atomic_store(&c->kill, 1);
+        }
+        if (is_idle)
+            drain->idle_map |= (uint64_t)1 << poller->index;
+    }
+    if (target->drains)
+        pthread_cond_broadcast(&target->changed);
+}
+
 /* End the connections whose listener, controller or namespace is gone, or that were asked to end. */
 static void connections_scan(struct poller *poller)
 {
     struct kvdev_target *target = poller->target;
+    pthread_mutex_lock(&target->lock);
+    drains_look(poller);
+    pthread_mutex_unlock(&target->lock);
     for (struct connection *c = poller->connections; c; c = c->next_of_poller) {
         if (c->state == CONNECTION_CLOSED || c->state == CONNECTION_LINGER)
             continue;

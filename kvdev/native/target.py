@@ -500,19 +500,41 @@ class TargetCore:
         """Look at the operations held back again: a filter was resumed, or limits changed."""
         lib.kvdev_target_release(self._pointer)
 
-    def create_controller(self, subsystem: int) -> int:
+    def create_controller(self, subsystem: int, *, host_tag: int) -> int:
+        """``host_tag``: the caller's number for the host, the same for all its controllers."""
         out = ffi.new("int32_t *")
-        _check(lib.kvdev_target_controller_create(self._pointer, subsystem, out), "create controller")
+        result = lib.kvdev_target_controller_create(self._pointer, subsystem, host_tag, out)
+        _check(result, "create controller")
         return int(out[0])
 
     def set_controller_ready(self, controller: int, is_ready: bool) -> None:
         result = lib.kvdev_target_controller_set_ready(self._pointer, controller, int(is_ready))
         _check(result, "set controller ready")
 
-    def set_controller_ana(self, controller: int, nsid: int, status: int) -> None:
-        """What its I/O to a namespace completes with; 0 lets it through."""
-        result = lib.kvdev_target_controller_ana_set(self._pointer, controller, nsid, status)
-        _check(result, "set controller ANA state")
+    def set_controller_gate(
+        self, controller: int, nsid: int, *, ana_status: int, may_read: bool, may_write: bool
+    ) -> None:
+        """What its I/O to a namespace completes with for its ANA state (0: not at all), and what a reservation denies.
+
+        Commands that have begun go on.
+        """
+        gate = ana_status
+        gate |= 0 if may_read else lib.KVDEV_TARGET_GATE_NO_READS
+        gate |= 0 if may_write else lib.KVDEV_TARGET_GATE_NO_WRITES
+        result = lib.kvdev_target_controller_gate_set(self._pointer, controller, nsid, gate)
+        _check(result, "set controller gate")
+
+    def abort_hosts(self, subsystem: int, nsid: int, host_tags: Sequence[int], *, timeout_s: float) -> None:
+        """Abort what hosts have begun on a namespace; returns when nothing of it is left.
+
+        What takes ``timeout_s`` costs its connection; DeadlineError when it takes as long again.
+        """
+        tags = ffi.new("uint32_t[]", list(host_tags))
+        timeout_ns = int(timeout_s * NS_PER_S)
+        result = lib.kvdev_target_abort_hosts(
+            self._pointer, subsystem, nsid, tags, len(host_tags), timeout_ns
+        )
+        _check(result, "abort hosts' commands")
 
     def destroy_controller(self, controller: int) -> None:
         """End its connections; the number is used again once they are gone."""

@@ -16,6 +16,7 @@ from typing import Final
 
 from kvdev.errors import ProtocolError
 from kvdev.target.model import ListenAddress, NamespaceEntry, Subsystem, Transport
+from kvdev.target.notice_queue import MASK_BITS, NoticeQueue
 from kvdev.wire.fabrics import (
     PROPERTY_BYTES,
     Cap,
@@ -33,10 +34,12 @@ from kvdev.wire.fabrics import (
 from kvdev.wire.features import AsyncEventConfig, Fid, HostBehaviorSupport, NumberOfQueues, VolatileWriteCache
 from kvdev.wire.identify import (
     ANACAP_STATES,
+    CDFS_FORMAT_0,
     CMIC_ANA,
     CMIC_MULTI_CONTROLLER,
     CMIC_MULTI_PORT,
     CTRATT_HOSTID_128,
+    FUSES_COMPARE_AND_WRITE,
     IDENTIFY_BYTES,
     LPA_EFFECTS,
     LPA_EXTENDED,
@@ -45,8 +48,14 @@ from kvdev.wire.identify import (
     OAES_DISCOVERY_CHANGE,
     OAES_NAMESPACE_ATTRIBUTE,
     ONCS_COMPARE,
+    ONCS_COPY,
     ONCS_DSM,
+    ONCS_RESERVATIONS,
+    ONCS_VERIFY,
     ONCS_WRITE_ZEROES,
+    RESCAP_IEKEY_1_3,
+    RESCAP_PTPL,
+    RESCAP_TYPES,
     SGLS_OFFSET,
     SGLS_SUPPORTED,
     SGLS_TRANSPORT,
@@ -74,12 +83,14 @@ from kvdev.wire.log import (
     ErrorEntry,
     FirmwareSlotLog,
     Lid,
+    ReservationNotice,
     SmartLog,
     build_supported_log,
     cut_log,
 )
 from kvdev.wire.nvme import (
     NSID_ALL,
+    RESERVATION_LOG_AVAILABLE,
     STATUS_DNR,
     AbortCommand,
     AdminOpcode,
@@ -107,6 +118,10 @@ KATO_MS_MAX: Final = 3_600_000
 RTD3E_US: Final = 1_000_000
 CONTROLLER_VERSION: Final = Version(major=2, minor=0, tertiary=0)
 READY_TIMEOUT_500MS: Final = 2
+FUSED_BLOCK_SIZE_MAX_BYTES: Final = 16384
+"""The core takes fused pairs of one block that fits its staging memory (KVDEV_TARGET_STAGE_BYTES)."""
+COPY_RANGE_COUNT: Final = 128
+"""Source ranges of one Copy command (MSRC + 1)."""
 FIRMWARE_REVISION: Final = "kvdev"
 NS_PER_MS: Final = 1_000_000
 _ANA_STATUS: Final = {
@@ -174,6 +189,10 @@ class Surroundings:
     """Complete an Asynchronous Event Request by its handle."""
     flush_for_shutdown: Callable[[Controller], None]
     """Make everything durable, then call ``shutdown_done``: at once where nothing is cached."""
+    is_persistent: Callable[[str, int], bool]
+    """The PTPL state of a namespace."""
+    set_persistent: Callable[[str, int, bool], int]
+    """Change it; the status that this ends with."""
 
 
 @dataclass
@@ -210,6 +229,7 @@ class Controller:
     feature_values: dict[int, int] = field(default_factory=dict)
     host_behavior: HostBehaviorSupport = field(default_factory=HostBehaviorSupport)
     ana_change_count: int = 0
+    notices: NoticeQueue = field(default_factory=NoticeQueue)
 
     def __post_init__(self) -> None:
         self.io_queue_count = 0 if self.is_discovery else self.transport.max_io_qpairs_per_ctrlr
@@ -371,6 +391,7 @@ class Controller:
         self.pending_events.clear()
         self.masked_lids.clear()
         self.changed_nsids.clear()
+        self.notices = NoticeQueue()
         self.feature_values.clear()
         self.host_behavior = HostBehaviorSupport()
         self.io_queue_count = 0 if self.is_discovery else self.transport.max_io_qpairs_per_ctrlr
@@ -391,7 +412,7 @@ class Controller:
             case Cns.CSI_ACTIVE_NSID_LIST if command.csi == Csi.NVM:
                 return self._nsid_list(command.nsid, namespaces)
             case Cns.CSI_CONTROLLER if command.csi == Csi.NVM:
-                return Answer(data=CsiControllerNvm(dmrl=0, dmrsl=0, wzsl=0).build())
+                return Answer(data=CsiControllerNvm(vsl=self._mdts, dmrl=0, dmrsl=0, wzsl=0).build())
             case Cns.NAMESPACE | Cns.NS_DESCRIPTOR_LIST | Cns.CSI_NAMESPACE | Cns.CSI_INDEPENDENT_NAMESPACE:
                 return self._identify_namespace(command, namespaces)
             case _:
@@ -424,19 +445,38 @@ class Controller:
             if command.csi != Csi.NVM:
                 return refused(Status.INVALID_FIELD)
             return Answer(data=CsiNamespaceNvm().build())
-        independent = CsiIndependentNamespace(nmic=NMIC_SHARED, anagrpid=self._anagrpid(facts.entry), nstat=1)
+        independent = CsiIndependentNamespace(
+            nmic=NMIC_SHARED,
+            rescap=self._rescap(facts.entry),
+            anagrpid=self._anagrpid(facts.entry),
+            nstat=1,
+        )
         return Answer(data=independent.build())
+
+    @property
+    def _mdts(self) -> int:
+        """Also the limit of Verify and Copy."""
+        return (self.transport.max_io_size // 4096).bit_length() - 1
+
+    @staticmethod
+    def _rescap(entry: NamespaceEntry) -> int:
+        return RESCAP_TYPES | RESCAP_IEKEY_1_3 | (RESCAP_PTPL if entry.ptpl_file else 0)
 
     def _anagrpid(self, entry: NamespaceEntry) -> int:
         return entry.anagrpid if self.subsystem.ana_reporting else 0
 
     def _namespace_data(self, facts: NamespaceFacts) -> bytes:
         count = facts.block_count
+        copy_blocks = self.transport.max_io_size // facts.block_size_bytes
         return IdentifyNamespace(
             nsze=count,
             ncap=count,
             nuse=count,
             nmic=NMIC_SHARED,
+            rescap=self._rescap(facts.entry),
+            mssrl=min(copy_blocks, 0xFFFF),
+            mcl=copy_blocks,
+            msrc_0based=COPY_RANGE_COUNT - 1,
             dlfeat=1,  # deallocated blocks read as zeroes; file systems that cannot punch holes keep the data
             noiob=facts.optimal_io_boundary_blocks if facts.optimal_io_boundary_blocks <= 0xFFFF else 0,
             anagrpid=self._anagrpid(facts.entry),
@@ -454,7 +494,7 @@ class Controller:
             cntlid=self.cntlid,
             ver=CONTROLLER_VERSION.build(),
             rtd3e_us=RTD3E_US,
-            mdts=(transport.max_io_size // 4096).bit_length() - 1,
+            mdts=self._mdts,
             aerl_0based=AER_LIMIT - 1,
             elpe_0based=ERROR_LOG_LIMIT - 1,
             lpa=LPA_EFFECTS | LPA_EXTENDED,
@@ -471,6 +511,7 @@ class Controller:
         if self.is_discovery:
             return replace(common, cntrltype=ControllerType.DISCOVERY, oaes=OAES_DISCOVERY_CHANGE)
         namespaces = self.around.namespaces(self.subsystem.nqn).values()
+        can_fuse = all(facts.block_size_bytes <= FUSED_BLOCK_SIZE_MAX_BYTES for facts in namespaces)
         is_cached = any(facts.has_volatile_cache for facts in namespaces)
         has_ana = self.subsystem.ana_reporting
         return replace(
@@ -484,7 +525,10 @@ class Controller:
             cqes=0x44,
             nn=self.subsystem.max_namespaces,
             mnan=self.subsystem.max_namespaces,
-            oncs=ONCS_COMPARE | ONCS_DSM | ONCS_WRITE_ZEROES,
+            oncs=ONCS_COMPARE | ONCS_DSM | ONCS_WRITE_ZEROES | ONCS_VERIFY | ONCS_COPY | ONCS_RESERVATIONS,
+            # One block: AWUN, AWUPF and ACWU are 0.
+            fuses=FUSES_COMPARE_AND_WRITE if can_fuse else 0,
+            cdfs=CDFS_FORMAT_0,
             # Flush with NSID FFFFFFFFh is not supported (bits 2:1 = 10b).
             vwc=(VWC_PRESENT | 2 << 1) if is_cached else 0,
             anacap=ANACAP_STATES if has_ana else 0,
@@ -530,6 +574,8 @@ class Controller:
                 return self._set_host_behavior(data)
             case Fid.HOST_IDENTIFIER:
                 return refused(Status.COMMAND_SEQUENCE_ERROR)  # Connect has set it
+            case Fid.RESERVATION_NOTIFICATION_MASK | Fid.RESERVATION_PERSISTENCE:
+                return self._set_reservation_feature(command)
             case Fid.POWER_MANAGEMENT if command.value & 0x1F:
                 return refused(Status.INVALID_FIELD)  # there is only power state 0
             case (
@@ -562,9 +608,10 @@ class Controller:
 
     def _get_features(self, command: FeaturesCommand, data_room: int) -> Answer:
         if command.select == 3:
-            # Supported capabilities: nothing is saveable or per namespace, some can be changed.
+            # Supported capabilities: nothing is saveable, some can be changed, some are per namespace.
             is_changeable = command.fid not in (Fid.VOLATILE_WRITE_CACHE, Fid.HOST_IDENTIFIER)
-            return Answer(dw0=4 if is_changeable else 0)
+            is_per_namespace = command.fid in (Fid.RESERVATION_NOTIFICATION_MASK, Fid.RESERVATION_PERSISTENCE)
+            return Answer(dw0=(4 if is_changeable else 0) | (2 if is_per_namespace else 0))
         match command.fid:
             case Fid.KEEP_ALIVE_TIMER:
                 return Answer(dw0=self.kato_ms)
@@ -584,6 +631,8 @@ class Controller:
                 if not command.value & 1:
                     return refused(Status.INVALID_FIELD)  # EXHID: over Fabrics it has 128 bits
                 return self._feature_data(self.host_id.bytes, data_room)
+            case Fid.RESERVATION_NOTIFICATION_MASK | Fid.RESERVATION_PERSISTENCE:
+                return self._get_reservation_feature(command)
             case (
                 Fid.ARBITRATION
                 | Fid.POWER_MANAGEMENT
@@ -594,6 +643,29 @@ class Controller:
                 return Answer(dw0=self.feature_values.get(command.fid, 0))
             case _:
                 return refused(Status.INVALID_FIELD)
+
+    def _set_reservation_feature(self, command: FeaturesCommand) -> Answer:
+        namespaces = self.around.namespaces(self.subsystem.nqn)
+        nsids = sorted(namespaces) if command.nsid == NSID_ALL else [command.nsid]
+        if not set(nsids) <= set(namespaces):
+            return refused(Status.INVALID_FIELD)
+        for nsid in nsids:
+            if command.fid == Fid.RESERVATION_NOTIFICATION_MASK:
+                self.notices.masks[nsid] = command.value & MASK_BITS
+                continue
+            if command.nsid == NSID_ALL and not namespaces[nsid].entry.ptpl_file:
+                continue
+            status = self.around.set_persistent(self.subsystem.nqn, nsid, bool(command.value & 1))
+            if status:
+                return refused(status)
+        return SUCCESS
+
+    def _get_reservation_feature(self, command: FeaturesCommand) -> Answer:
+        if command.nsid not in self.around.namespaces(self.subsystem.nqn):
+            return refused(Status.INVALID_FIELD)
+        if command.fid == Fid.RESERVATION_NOTIFICATION_MASK:
+            return Answer(dw0=self.notices.masks.get(command.nsid, 0))
+        return Answer(dw0=int(self.around.is_persistent(self.subsystem.nqn, command.nsid)))
 
     @staticmethod
     def _feature_data(data: bytes, data_room: int) -> Answer:
@@ -631,6 +703,7 @@ class Controller:
         match command.lid:
             case Lid.SUPPORTED:
                 lids = [Lid.SUPPORTED, Lid.ERROR, Lid.SMART, Lid.FIRMWARE_SLOT, Lid.CHANGED_NS, Lid.EFFECTS]
+                lids.append(Lid.RESERVATION)
                 return build_supported_log(lids + ([Lid.ANA] if self.subsystem.ana_reporting else []))
             case Lid.ERROR:
                 return self._error_log()
@@ -642,6 +715,8 @@ class Controller:
                 return ChangedNsLog(nsids=tuple(self.changed_nsids), has_overflowed=False).build()
             case Lid.EFFECTS:
                 return self._effects_log()
+            case Lid.RESERVATION:
+                return self.notices.take().build()
             case Lid.ANA if self.subsystem.ana_reporting:
                 return self._ana_log(is_without_nsids=bool(command.lsp & 1))
             case _:
@@ -683,6 +758,12 @@ class Controller:
             int(NvmOpcode.COMPARE): EFFECT_SUPPORTED,
             int(NvmOpcode.WRITE_ZEROES): _WRITE_EFFECTS,
             int(NvmOpcode.DSM): _WRITE_EFFECTS,
+            int(NvmOpcode.VERIFY): EFFECT_SUPPORTED,
+            int(NvmOpcode.COPY): _WRITE_EFFECTS,
+            int(NvmOpcode.RESERVATION_REGISTER): EFFECT_SUPPORTED,
+            int(NvmOpcode.RESERVATION_REPORT): EFFECT_SUPPORTED,
+            int(NvmOpcode.RESERVATION_ACQUIRE): EFFECT_SUPPORTED,
+            int(NvmOpcode.RESERVATION_RELEASE): EFFECT_SUPPORTED,
         }
         return EffectsLog(admin={int(opcode): EFFECT_SUPPORTED for opcode in admin}, io=io).build()
 
@@ -736,6 +817,14 @@ class Controller:
             return 0
         return _ANA_STATUS.get(self.subsystem.ana_state(self.listen, entry.anagrpid), 0)
 
+    def notify_reservation(self, nsid: int, notice: ReservationNotice) -> None:
+        """Something has happened to a registration or reservation of this host's."""
+        if self.notices.add(nsid, notice):
+            self.pending_events[Lid.RESERVATION] = AsyncEvent(
+                AsyncEventType.IO_COMMAND_SET, RESERVATION_LOG_AVAILABLE, Lid.RESERVATION
+            )
+            self._send_events()
+
     def notify_discovery_changed(self) -> None:
         """What the discovery log says to this host may have changed."""
         self._raise_event(Notice.DISCOVERY_LOG_CHANGE, Lid.DISCOVERY)
@@ -745,6 +834,8 @@ class Controller:
         self._send_events()
 
     def _is_enabled(self, event: AsyncEvent) -> bool:
+        if event.event_type == AsyncEventType.IO_COMMAND_SET:
+            return True  # masked notices make no log page in the first place
         if event.info == Notice.DISCOVERY_LOG_CHANGE:
             return bool(self.event_config.discovery_change)
         if event.info == Notice.ANA_CHANGE:

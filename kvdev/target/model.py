@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
+from kvdev.target.ptpl import PtplError
+from kvdev.target.ptpl import load as load_ptpl
 from kvdev.units import KIB, MIB, is_power_of_two
 from kvdev.wire.log import AnaState
 from spdk_rpc.errors import ERROR_INTERNAL, ERROR_INVALID_PARAMS
@@ -201,6 +203,8 @@ class NamespaceEntry:
     eui64: bytes = b""
     anagrpid: int = 0
     is_auto_visible: bool = True
+    ptpl_file: str = ""
+    """Where its reservations are kept that are to outlive the target; empty: they cannot."""
 
 
 @dataclass(frozen=True)
@@ -1095,6 +1099,7 @@ class TargetModel:
         nguid: bytes = NULL_NGUID,
         eui64: bytes = b"",
         anagrpid: int = 0,
+        ptpl_file: str = "",
     ) -> int:
         """Show a bdev to hosts; nsid 0 takes the lowest free one. Without UUID and NGUID both are the bdev's UUID."""
         subsystem = self.find_subsystem(nqn)
@@ -1118,12 +1123,27 @@ class TargetModel:
             nguid=nguid if any(nguid) else uuid.bytes,
             eui64=eui64 if any(eui64) else b"",
             anagrpid=anagrpid or nsid,
+            ptpl_file=self._checked_ptpl_file(ptpl_file, uuid),
         )
         self._claims[bdev.name] = _Claim(nqn=nqn, nsid=nsid)
         namespaces = MappingProxyType(dict(sorted({**subsystem.namespaces, nsid: entry}.items())))
         self._replace_subsystem(replace(subsystem, namespaces=namespaces))
         self._backend.namespace_changed(nqn, nsid)
         return nsid
+
+    def _checked_ptpl_file(self, path: str, uuid: uuid_module.UUID) -> str:
+        if not path:
+            return ""
+        for subsystem in self._subsystems.values():
+            if any(entry.ptpl_file == path for entry in subsystem.namespaces.values()):
+                raise invalid_params(
+                    f"namespace.ptpl_file: {path}: another namespace keeps its reservations there"
+                )
+        try:
+            load_ptpl(path, uuid)
+        except PtplError as error:
+            raise invalid_params(f"namespace.{error}") from error
+        return path
 
     def _new_nsid(self, subsystem: Subsystem, nsid: int) -> int:
         limit = subsystem.max_namespaces

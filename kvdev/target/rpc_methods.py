@@ -964,7 +964,7 @@ class RpcMethods:
     def _nvmf_subsystem_add_ns(self, nqn: str, namespace: dict[str, Any]) -> Result:
         self._model.find_subsystem(nqn)
         options = dict(namespace)
-        for name in ("no_auto_visible", "hide_metadata", "ptpl_file"):
+        for name in ("no_auto_visible", "hide_metadata"):
             if options.pop(name, False):
                 raise m.invalid_params(f"namespace.{name}: not supported here")
         if options.get("nsid") == m.NSID_BROADCAST:
@@ -1116,6 +1116,8 @@ class RpcMethods:
                 calls.append({"method": "nvmf_subsystem_add_host", "params": params})
             for entry in subsystem.namespaces.values():
                 namespace = {"nsid": entry.nsid, "bdev_name": entry.bdev_name, **_identity_json(entry)}
+                if entry.ptpl_file:
+                    namespace["ptpl_file"] = entry.ptpl_file
                 params = {"nqn": subsystem.nqn, "namespace": {**namespace, "no_auto_visible": False}}
                 calls.append({"method": "nvmf_subsystem_add_ns", "params": params})
         for subsystem in subsystems:

@@ -54,6 +54,7 @@ from kvdev.target.model import (
     Injection,
     Latencies,
     ListenAddress,
+    NamespaceEntry,
     PollGroupStat,
     QpairInfo,
     RateLimits,
@@ -61,6 +62,8 @@ from kvdev.target.model import (
     TargetView,
     Transport,
 )
+from kvdev.target.ptpl import PtplError
+from kvdev.target.reservation_desk import ReservationDesk
 from kvdev.units import MIB, is_power_of_two
 from kvdev.wire.auth import DhGroupId, HashId, is_auth_command
 from kvdev.wire.fabrics import (
@@ -72,7 +75,13 @@ from kvdev.wire.fabrics import (
     InvalidParameter,
 )
 from kvdev.wire.layout import WireError
-from kvdev.wire.log import TREQ_AUTHENTICATION, AddressFamily, DiscoveryEntry, build_discovery_log
+from kvdev.wire.log import (
+    TREQ_AUTHENTICATION,
+    AddressFamily,
+    DiscoveryEntry,
+    ReservationNotice,
+    build_discovery_log,
+)
 from kvdev.wire.nvme import CNTLID_DYNAMIC, FabricsStatus, Sqe, Status
 
 log = logging.getLogger("kvdev.target")
@@ -81,6 +90,8 @@ NAMESPACE_CLEAR_TIMEOUT_S: Final = 5.0
 """A namespace's I/O has so long to end, then its connections are closed and it has so long again."""
 SUBSYSTEM_END_TIMEOUT_S: Final = 10.0
 LISTENER_END_TIMEOUT_S: Final = 5.0
+PREEMPT_TIMEOUT_S: Final = 1.0
+"""Preempt and Abort: what a preempted host has begun may take so long before its connections are closed."""
 LISTEN_BACKLOG: Final = 128
 CONTROL_WAIT_LIMIT_S: Final = 1.0
 """The control thread looks at the clock at least so often."""
@@ -193,6 +204,7 @@ class TargetService:
         self._subsystems: dict[str, _SubsystemState] = {}
         self._links: dict[int, _Link] = {}
         self._discovery_generation = 1
+        self._host_tags: dict[uuid_module.UUID, int] = {}
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.namespace_clear_timeout_s = NAMESPACE_CLEAR_TIMEOUT_S
@@ -202,6 +214,11 @@ class TargetService:
         """Events that raised in the control thread; always 0 unless there is a bug."""
         self.expired_count = 0
         """Associations that ended for want of a Keep Alive."""
+        self.preempt_timeout_s = PREEMPT_TIMEOUT_S
+        self._aborts: list[threading.Thread] = []
+        self._reservations = ReservationDesk(
+            changed=self._reservation_changed_locked, notify=self._notify_host_locked
+        )
         self._around = Surroundings(
             namespaces=self._namespaces_of,
             io_totals=self._io_totals,
@@ -210,6 +227,8 @@ class TargetService:
             drop_io_queues=self._drop_io_queues,
             complete_held=self._complete_held,
             flush_for_shutdown=self._flush_for_shutdown,
+            is_persistent=self._reservations.is_persistent,
+            set_persistent=self._reservations.set_persistent,
         )
 
     # ---- life ----
@@ -238,6 +257,9 @@ class TargetService:
             if thread.is_alive():
                 raise DeadlineError("target: the control thread does not end", operation="stop target")
         self._auth.stop()
+        for abort in self._aborts:
+            abort.join()  # no longer than twice preempt_timeout_s: it works on the core
+        self._aborts.clear()
         self._thread = None
         self._core_or_none = None
         core.close(timeout_s=max(deadline.remaining_s(), 0.1))
@@ -494,6 +516,7 @@ class TargetService:
             self._discovery_changed_locked()
         for nsid in nsids:
             self._core.clear_namespace(state.core_index, nsid, timeout_s=self.namespace_clear_timeout_s)
+            self._reservations.close(nqn, nsid)
         self._core.destroy_subsystem(state.core_index, timeout_s=SUBSYSTEM_END_TIMEOUT_S)
 
     def subsystem_changed(self, nqn: str) -> None:
@@ -513,14 +536,36 @@ class TargetService:
                     groups = {facts.entry.anagrpid for facts in state.namespaces.values()}
                     before, controller.subsystem = controller.subsystem, subsystem
                     if any(before.ana_state(where, g) != subsystem.ana_state(where, g) for g in groups):
-                        self._set_ana_locked(state, controller)
+                        self._set_gates_locked(state, controller)
                         controller.notify_ana_changed()
             self._discovery_changed_locked()
 
-    def _set_ana_locked(self, state: _SubsystemState, controller: Controller) -> None:
-        """Let the core refuse I/O to namespaces that are not accessible through this controller."""
-        for nsid, facts in state.namespaces.items():
-            self._core.set_controller_ana(controller.core_index, nsid, controller.ana_status(facts.entry))
+    def _set_gates_locked(self, state: _SubsystemState, controller: Controller) -> None:
+        """Let the core refuse I/O that its ANA state or a reservation keeps from this controller."""
+        for nsid in state.namespaces:
+            self._set_gate_locked(state, controller, nsid)
+
+    def _set_gate_locked(self, state: _SubsystemState, controller: Controller, nsid: int) -> None:
+        reservations = self._reservations.state(controller.subsystem.nqn, nsid)
+        self._core.set_controller_gate(
+            controller.core_index,
+            nsid,
+            ana_status=controller.ana_status(state.namespaces[nsid].entry),
+            may_read=reservations.may_read(controller.host_id),
+            may_write=reservations.may_write(controller.host_id),
+        )
+
+    def _reservation_changed_locked(self, nqn: str, nsid: int) -> None:
+        state = self._subsystems[nqn]
+        for controller in state.controllers.values():
+            self._set_gate_locked(state, controller, nsid)
+
+    def _notify_host_locked(
+        self, nqn: str, nsid: int, host: uuid_module.UUID, notice: ReservationNotice
+    ) -> None:
+        for controller in self._subsystems[nqn].controllers.values():
+            if controller.host_id == host:
+                controller.notify_reservation(nsid, notice)
 
     def namespace_changed(self, nqn: str, nsid: int) -> None:
         subsystem = self._subsystem(nqn)
@@ -529,6 +574,7 @@ class TargetService:
             had = state.namespaces.pop(nsid, None)
         if had is not None:
             self._core.clear_namespace(state.core_index, nsid, timeout_s=self.namespace_clear_timeout_s)
+            self._reservations.close(nqn, nsid)
         entry = subsystem.namespaces.get(nsid) if subsystem is not None else None
         with self._lock:
             if entry is not None and self._view is not None:
@@ -543,12 +589,20 @@ class TargetService:
                     has_volatile_cache=info.has_volatile_cache,
                     optimal_io_boundary_blocks=info.strip_size_bytes // info.block_size_bytes,
                 )
+                self._open_reservations_locked(nqn, entry)
                 self._core.set_namespace(state.core_index, nsid, native)
             for controller in state.controllers.values():
                 if subsystem is not None:
                     controller.subsystem = subsystem
-                self._set_ana_locked(state, controller)
+                self._set_gates_locked(state, controller)
                 controller.notify_namespace_changed(nsid)
+
+    def _open_reservations_locked(self, nqn: str, entry: NamespaceEntry) -> None:
+        try:
+            self._reservations.open(nqn, entry.nsid, uuid=entry.uuid, ptpl_file=entry.ptpl_file)
+        except PtplError as error:
+            # The model has read the file a moment ago. Its hosts may have lost their rights: none gets in by mistake.
+            raise OSError(errno.EIO, str(error)) from error
 
     # ---- what the RPC shows ----
 
@@ -812,12 +866,61 @@ class TargetService:
         if is_auth_command(sqe):
             self._auth.command(event, sqe)
             return
-        answer = link.controller.execute(sqe, event.data, handle=event.handle, arrival_ns=event.arrival_ns)
-        if answer.is_held:
+        if link.qid:
+            self._reservation_locked(core, event, sqe, link.controller)
             return
+        answer = link.controller.execute(sqe, event.data, handle=event.handle, arrival_ns=event.arrival_ns)
+        if not answer.is_held:
+            self._answer(core, event, answer)
+
+    @staticmethod
+    def _answer(core: TargetCore, event: CapsuleEvent, answer: Answer) -> None:
         if answer.data:
             core.put_data(event, answer.data[: event.data_room])
         core.complete(event.handle, status=answer.status, dw0=answer.dw0, dw1=answer.dw1)
+
+    # ---- reservations: the only I/O commands that come here ----
+
+    def _reservation_locked(
+        self, core: TargetCore, event: CapsuleEvent, sqe: Sqe, controller: Controller
+    ) -> None:
+        nqn = controller.subsystem.nqn
+        state = self._subsystems[nqn]
+        facts = state.namespaces.get(sqe.nsid)
+        if not controller.csts.rdy or not controller.is_timer_active:
+            self._answer(core, event, refused(Status.COMMAND_SEQUENCE_ERROR))
+            return
+        ana_status = controller.ana_status(facts.entry) if facts is not None else 0
+        if ana_status:
+            self._answer(core, event, refused(ana_status, is_final=False))
+            return
+        verdict = self._reservations.execute(
+            nqn, sqe, event.data, host=controller.host_id, cntlids=lambda: _cntlids(state)
+        )
+        if not verdict.preempted:
+            self._answer(core, event, verdict.answer)
+            return
+        tags = [self._host_tags[host] for host in verdict.preempted if host in self._host_tags]
+
+        def abort() -> None:
+            answer = verdict.answer
+            try:
+                core.abort_hosts(state.core_index, sqe.nsid, tags, timeout_s=self.preempt_timeout_s)
+            except (OSError, DeadlineError) as error:
+                # They are out, but what they began may still take effect: the host must not read "done".
+                log.error("target: preempt and abort on %s nsid %d: %s", nqn, sqe.nsid, error)
+                answer = refused(Status.INTERNAL_ERROR)
+            with contextlib.suppress(OSError):
+                self._answer(core, event, answer)
+
+        if tags:
+            # Off the control thread: a disk may take longer than a host's keep alive.
+            thread = threading.Thread(target=abort, name="kvdev-target-preempt", daemon=True)
+            self._aborts = [each for each in self._aborts if each.is_alive()]
+            self._aborts.append(thread)
+            thread.start()
+        else:
+            self._answer(core, event, verdict.answer)
 
     # ---- Connect (Base 6.3) ----
 
@@ -882,12 +985,13 @@ class TargetService:
             around=self._around,
         )
         try:
-            controller.core_index = core.create_controller(state.core_index)
+            tag = self._host_tags.setdefault(controller.host_id, len(self._host_tags) + 1)
+            controller.core_index = core.create_controller(state.core_index, host_tag=tag)
         except OSError:
             return refused(FabricsStatus.CONTROLLER_BUSY, is_final=False)
         controller.connection = event.connection
         state.controllers[cntlid] = controller
-        self._set_ana_locked(state, controller)
+        self._set_gates_locked(state, controller)
         self._links[event.connection] = _Link(controller, 0)
         self._grant(core, event, command, controller)
         return None
@@ -955,6 +1059,14 @@ class TargetService:
             timeout_ms=controller.kato_ms,
             now_ns=event.arrival_ns,
         )
+
+
+def _cntlids(state: _SubsystemState) -> dict[uuid_module.UUID, int]:
+    """The lowest controller of each host."""
+    found: dict[uuid_module.UUID, int] = {}
+    for cntlid in sorted(state.controllers, reverse=True):
+        found[state.controllers[cntlid].host_id] = cntlid
+    return found
 
 
 def _invalid(parameter: str) -> Answer:

@@ -55,6 +55,14 @@ ONCS_DSM = 1 << 2
 ONCS_WRITE_ZEROES = 1 << 3
 ONCS_SAVE_FEATURES = 1 << 4
 ONCS_RESERVATIONS = 1 << 5
+ONCS_VERIFY = 1 << 7
+ONCS_COPY = 1 << 8
+RESCAP_PTPL = 1 << 0
+RESCAP_TYPES = 0x7E
+"""All six types."""
+RESCAP_IEKEY_1_3 = 1 << 7
+"""Ignore Existing Key as since revision 1.3."""
+CDFS_FORMAT_0 = 1 << 0
 FUSES_COMPARE_AND_WRITE = 1 << 0
 VWC_PRESENT = 1 << 0
 VWC_FLUSH_ALL_NSID = 3 << 1

@@ -8,6 +8,7 @@ Trust: ``untrusted`` bytes come from a peer; parsers raise only WireError.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -489,6 +490,10 @@ class Notice(enum.IntEnum):
     DISCOVERY_LOG_CHANGE = 0xF0
 
 
+RESERVATION_LOG_AVAILABLE = 0x00
+"""Information of AsyncEventType.IO_COMMAND_SET."""
+
+
 @dataclass(frozen=True)
 class AsyncEvent:
     """DW0 of an Asynchronous Event Request's completion (Base figure 151)."""
@@ -514,13 +519,18 @@ DSM_RANGE_BYTES = 16
 DSM_RANGE_COUNT_MAX = 256
 DSM_DEALLOCATE = 1 << 2
 FUA = 1 << 30
+FUSE_FIRST = 1 << 0
+FUSE_SECOND = 1 << 1
+"""SQE byte 1: the halves of a fused pair."""
 WRITE_ZEROES_DEALLOCATE = 1 << 25
+COPY_RANGE_BYTES = 32
+COPY_RANGE_COUNT_MAX = 256
 
 
 def build_read_write(
     opcode: int, *, nsid: int, slba: int, lba_count: int, byte_count: int, cid: int = 0, fua: bool = False
 ) -> Sqe:
-    """Read, Write, Compare or (``byte_count`` 0) Write Zeroes of ``lba_count`` logical blocks."""
+    """Read, Write, Compare or (``byte_count`` 0) Write Zeroes or Verify of ``lba_count`` logical blocks."""
     if not 1 <= lba_count <= NLB_COUNT_MAX:
         raise UsageError(f"lba_count: expected 1 to {NLB_COUNT_MAX}, got {lba_count}")
     return Sqe(
@@ -562,3 +572,33 @@ def build_dsm_deallocate(*, nsid: int, range_count: int, cid: int = 0) -> Sqe:
         cdw10=range_count - 1,
         cdw11=DSM_DEALLOCATE,
     )
+
+
+@dataclass(frozen=True)
+class CopyRange(WireStruct):
+    """Source Range Entry of a Copy command, descriptor format 0 (NVM 3.2.2)."""
+
+    SIZE: ClassVar[int] = COPY_RANGE_BYTES
+
+    slba: int = u64(8)
+    nlb_0based: int = u16(16)
+
+
+def build_copy(*, nsid: int, slba: int, range_count: int, cid: int = 0, descriptor_format: int = 0) -> Sqe:
+    """Copy to ``slba``; the data is ``range_count`` CopyRange structures."""
+    if not 1 <= range_count <= COPY_RANGE_COUNT_MAX:
+        raise UsageError(f"range_count: expected 1 to {COPY_RANGE_COUNT_MAX}, got {range_count}")
+    return Sqe(
+        opc=NvmOpcode.COPY,
+        cid=cid,
+        nsid=nsid,
+        sgl_len=range_count * COPY_RANGE_BYTES,
+        cdw10=slba & 0xFFFFFFFF,
+        cdw11=slba >> 32,
+        cdw12=range_count - 1 | descriptor_format << 8,
+    )
+
+
+def build_copy_ranges(ranges: Sequence[tuple[int, int]]) -> bytes:
+    """The data of a Copy: (first block, block count) of each source."""
+    return b"".join(CopyRange(slba=slba, nlb_0based=count - 1).build() for slba, count in ranges)

@@ -175,7 +175,7 @@ def test_a_namespace_that_is_not_there_is_refused(io: RawHost, nsid: int) -> Non
     ("change", "status"),
     [
         ({"opc": 0x04}, Status.INVALID_OPCODE),
-        ({"opc": 0x0C}, Status.INVALID_OPCODE),
+        ({"opc": 0x03}, Status.INVALID_OPCODE),
         ({"opc": 0xFF}, Status.INVALID_OPCODE),
         ({"flags": 0x41}, Status.INVALID_FIELD),  # fused
         ({"flags": 0x00}, Status.INVALID_FIELD),  # PRP

@@ -81,6 +81,8 @@ class Around:
             drop_io_queues=drop,
             complete_held=lambda controller, handle, answer: self.completed.append((handle, answer)),
             flush_for_shutdown=self.flushing.append,
+            is_persistent=lambda nqn, nsid: False,
+            set_persistent=lambda nqn, nsid, is_wanted: Status.FEATURE_NOT_CHANGEABLE,
         )
 
 
@@ -326,7 +328,7 @@ def test_log_pages_parse() -> None:
     assert FirmwareSlotLog.parse(run(controller, log_page(Lid.FIRMWARE_SLOT)).data).active_slot == 1
     effects = EffectsLog.parse(run(controller, log_page(Lid.EFFECTS, 4096)).data)
     assert NvmOpcode.WRITE in effects.io and AdminOpcode.KEEP_ALIVE in effects.admin
-    assert NvmOpcode.COPY not in effects.io
+    assert NvmOpcode.COPY in effects.io and NvmOpcode.WRITE_UNCORRECTABLE not in effects.io
     supported = run(controller, log_page(Lid.SUPPORTED, 1024)).data
     assert supported[4 * Lid.SMART] == 1 and supported[4 * Lid.ANA] == 0
 
