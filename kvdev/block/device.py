@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvdev.block.reservation import ReservationControl
 from kvdev.clock import Deadline
 from kvdev.errors import (
     CapacityError,
@@ -26,6 +27,7 @@ from kvdev.errors import (
     QueueFullError,
     TransportError,
     UncertainWriteError,
+    UnsupportedError,
     UsageError,
 )
 from kvdev.native.io import (
@@ -34,9 +36,11 @@ from kvdev.native.io import (
     IO_DTYPE,
     IO_MAY_COPY,
     OPCODE_COMPARE,
+    OPCODE_COPY,
     OPCODE_DSM,
     OPCODE_FLUSH,
     OPCODE_READ,
+    OPCODE_VERIFY,
     OPCODE_WRITE,
     OPCODE_WRITE_ZEROES,
     IoArray,
@@ -135,12 +139,48 @@ class BlockDevice(ABC):
     metadata_size_bytes: int = 0
     """Metadata bytes per block; the store refuses a device that has any."""
     is_read_only: bool = False
+    compare_and_write_blocks: int = 0
+    """Blocks that one ``compare_and_write`` may cover; 0 where the device has none."""
+    reservations: ReservationControl | None = None
+    """Reservations on the device; None where it has none."""
     queue: IoQueue
     device_index: int
 
     @property
     def size_bytes(self) -> int:
         return self.block_size_bytes * self.block_count
+
+    def compare_and_write(
+        self, slba: int, expected: bytes | bytearray, new: bytes | bytearray, deadline: Deadline
+    ) -> bool:
+        """Write ``new`` from ``slba`` if the blocks there are ``expected``, with nothing in between; whether it was.
+
+        Both are whole blocks, ``compare_and_write_blocks`` at most, and within one unit of a stripe. What was
+        written is durable only after a flush. Raises UncertainWriteError when the connection was lost and nobody
+        knows whether it was written: it may still be, until the device's fence; UnsupportedError where the device
+        has no such command.
+        """
+        del slba, expected, new, deadline
+        raise UnsupportedError(
+            f"{self.uri}: compare and write: the device has no such command; "
+            f"a writer is fenced by time here, not by comparing",
+            feature="compare and write",
+        )
+
+    def _check_compare_and_write(
+        self, slba: int, expected: bytes | bytearray, new: bytes | bytearray
+    ) -> None:
+        count, rest = divmod(len(expected), self.block_size_bytes)
+        if rest or len(new) != len(expected) or not 1 <= count <= self.compare_and_write_blocks:
+            raise UsageError(
+                f"{self.uri}: compare and write: expected 1 to {self.compare_and_write_blocks} blocks of "
+                f"{self.block_size_bytes} bytes twice, got {len(expected)} and {len(new)} bytes"
+            )
+        if slba < 0 or slba + count > self.block_count:
+            raise UsageError(
+                f"{self.uri}: compare and write: expected blocks within 0 to {self.block_count - 1}, "
+                f"got {count} from {slba}"
+            )
 
     @abstractmethod
     def close(self) -> None:
@@ -166,6 +206,8 @@ _OPCODE_NAMES = {
     OPCODE_COMPARE: "compare",
     OPCODE_WRITE_ZEROES: "write zeroes",
     OPCODE_DSM: "deallocate",
+    OPCODE_VERIFY: "verify",
+    OPCODE_COPY: "copy",
 }
 _STATUS_NAMES = {
     (0, 0x02): "invalid field",
@@ -179,7 +221,10 @@ _STATUS_NAMES = {
     (0, 0x80): "LBA out of range",
     (0, 0x81): "capacity exceeded",
     (0, 0x82): "namespace not ready",
-    (0, 0x83): "reservation conflict",
+    (0, 0x14): "longer than the device writes in one piece",
+    (0, 0x1B): "aborted: another host preempted this one's reservation",
+    (0, 0x83): "reservation conflict: another host's reservation keeps this one out",
+    (1, 0x83): "over the device's limit of one command",
     (1, 0x82): "write to a read-only range",
     (2, 0x80): "write fault",
     (2, 0x81): "unrecovered read error",

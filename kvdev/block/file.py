@@ -7,13 +7,15 @@ Threads: driven by the thread that drives its queue.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
 import stat
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +29,9 @@ from kvdev.block.kernel_device import (
     sysfs_folder,
     sysfs_identity,
 )
+from kvdev.block.local import compare_then_write
 from kvdev.clock import Deadline
-from kvdev.errors import UnsupportedError, UsageError
+from kvdev.errors import TransportError, UnsupportedError, UsageError
 from kvdev.native.file import (
     IO_URING,
     RANGE_COUNT_MAX,
@@ -55,6 +58,9 @@ DEPTH_DEFAULT = 64
 """Enough to fill a local NVMe drive with strips of 128 KiB; the rest waits on our side, by priority."""
 QUEUE_CAPACITY_COUNT = 4096
 _FLOCK = struct.Struct("hhqqi4x")
+COMPARE_AND_WRITE_LOCK_OFFSET = 3 << 61
+"""Where the lock byte of block 0 lies: far past any data, and past the store's own locks."""
+_LOCK_PAUSE_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,8 @@ class FileDevice(BlockDevice):
         self.is_read_only = is_read_only
         self.notes: list[str] = []
         self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._pause = threading.Event()  # never set: a pause between two looks at a lock
         self._fd = _open(self.path, is_read_only=is_read_only)
         try:
             self._read_shape(block_size_bytes)
@@ -243,6 +251,7 @@ class FileDevice(BlockDevice):
             is_polled = False
         self.engine = choice.engine
         self.has_volatile_cache = not self.is_direct or self.queue_facts.has_volatile_cache
+        self.compare_and_write_blocks = 0 if self.is_read_only else 1
         self._handle = FileHandle(
             self.engine,
             fd=self._fd,
@@ -315,6 +324,42 @@ class FileDevice(BlockDevice):
         return ", ".join(parts) + "".join(f"; {note}" for note in notes)
 
     # ---- what is not in the batch contract ----
+
+    def compare_and_write(
+        self, slba: int, expected: bytes | bytearray, new: bytes | bytearray, deadline: Deadline
+    ) -> bool:
+        """As every device's, among the processes of this host that use this method; plain writes do not wait.
+
+        Another process that stops inside it keeps others out until it ends: then DeadlineError.
+        """
+        self._check_compare_and_write(slba, expected, new)
+        with self._block_lock(slba, deadline):
+            return compare_then_write(self, slba, expected, new, deadline)
+
+    @contextlib.contextmanager
+    def _block_lock(self, slba: int, deadline: Deadline) -> Iterator[None]:
+        """An open-file-description lock on one byte that stands for a block; processes that die let go of it."""
+
+        def lock(kind: int) -> None:
+            place = _FLOCK.pack(kind, os.SEEK_SET, COMPARE_AND_WRITE_LOCK_OFFSET + slba, 1, 0)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, place)
+
+        with self._lock:  # the descriptor is one owner to the kernel, whichever thread asks
+            while True:
+                try:
+                    lock(fcntl.F_WRLCK)
+                    break
+                except OSError as refusal:
+                    if refusal.errno not in (errno.EAGAIN, errno.EACCES):
+                        raise TransportError(
+                            f"{self.uri}: lock of block {slba}: {refusal.strerror}", errno=refusal.errno or 0
+                        ) from refusal
+                deadline.check("compare and write", trid=self.uri)
+                self._pause.wait(min(_LOCK_PAUSE_S, deadline.remaining_s()))
+            try:
+                yield
+            finally:
+                lock(fcntl.F_UNLCK)
 
     def write_zeroes(
         self, slba: int, block_count: int, deadline: Deadline, *, may_deallocate: bool = False

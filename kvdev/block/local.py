@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdev.block.device import POLL_COUNT_MAX, BlockDevice
+from kvdev.block.device import POLL_COUNT_MAX, BlockDevice, read_blocks, write_blocks
 from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import QueueFullError, UsageError
 from kvdev.native.crc import crc32c_at
@@ -61,6 +61,17 @@ _BYTE = np.ctypeslib.as_ctypes_type(np.uint8)
 def bytes_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
     """A view of memory that the caller of the queue owns until the completion."""
     return np.ctypeslib.as_array((_BYTE * size_bytes).from_address(address))
+
+
+def compare_then_write(
+    device: BlockDevice, slba: int, expected: bytes | bytearray, new: bytes | bytearray, deadline: Deadline
+) -> bool:
+    """Compare and write in two steps; the caller keeps everybody else away meanwhile."""
+    count = len(expected) // device.block_size_bytes
+    if read_blocks(device, slba, count, deadline).tobytes() != bytes(expected):
+        return False
+    write_blocks(device, slba, bytes(new), deadline)
+    return True
 
 
 class LocalDevice(BlockDevice):

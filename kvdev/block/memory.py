@@ -13,7 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.block.device import DeviceIdentity, aligned_buffer
-from kvdev.block.local import STATUS_COMPARE_FAILURE, STATUS_INVALID_OPCODE, LocalDevice, LocalQueue, bytes_at
+from kvdev.block.local import (
+    STATUS_COMPARE_FAILURE,
+    STATUS_INVALID_OPCODE,
+    LocalDevice,
+    LocalQueue,
+    bytes_at,
+    compare_then_write,
+)
+from kvdev.clock import Deadline
 from kvdev.errors import CapacityError, UsageError
 from kvdev.native.io import (
     OPCODE_COMPARE,
@@ -69,6 +77,14 @@ class MemoryDevice(LocalDevice):
         self.observer = observer
         self.queue: LocalQueue = queue or LocalQueue()
         self.device_index = self.queue.add_device(self)
+        self.compare_and_write_blocks = 1
+
+    def compare_and_write(
+        self, slba: int, expected: bytes | bytearray, new: bytes | bytearray, deadline: Deadline
+    ) -> bool:
+        self._check_compare_and_write(slba, expected, new)
+        with self.queue.lock:  # nobody else reaches this memory
+            return compare_then_write(self, slba, expected, new, deadline)
 
     def run(self, opcode: int, slba: int, lba_count: int, address: int) -> tuple[int, int]:
         start = slba * self.block_size_bytes

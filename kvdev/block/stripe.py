@@ -107,6 +107,7 @@ class StripeDevice(BlockDevice):
         self.atomic_write_blocks = min(member.atomic_write_blocks for member in members)
         self.has_volatile_cache = any(member.has_volatile_cache for member in members)
         self.is_read_only = any(member.is_read_only for member in members)
+        self.compare_and_write_blocks = min(member.compare_and_write_blocks for member in members)
         self.device_index = 0
         self.handles = np.array([member.device_index for member in members], dtype=np.uint32)
         self.queue: StripeQueue = StripeQueue(self)
@@ -146,6 +147,23 @@ class StripeDevice(BlockDevice):
         pieces["byte_count"] = (piece_blocks * np.uint64(self.block_size_bytes)) * (pieces["buf_addr"] != 0)
         pieces["device_index"] = self.handles[member_index]
         return member_index
+
+    def compare_and_write(
+        self, slba: int, expected: bytes | bytearray, new: bytes | bytearray, deadline: Deadline
+    ) -> bool:
+        if not self.compare_and_write_blocks:
+            missing = next(member for member in self.members if not member.compare_and_write_blocks)
+            return missing.compare_and_write(0, expected, new, deadline)  # refused with its reason
+        self._check_compare_and_write(slba, expected, new)
+        strip, within = divmod(slba, self.strip_blocks)
+        row, index = divmod(strip, len(self.members))
+        if within + len(expected) // self.block_size_bytes > self.strip_blocks:
+            raise UsageError(
+                f"{self.uri}: compare and write: expected blocks of one strip, got two from {slba}"
+            )
+        return self.members[index].compare_and_write(
+            row * self.strip_blocks + within, expected, new, deadline
+        )
 
     def flush_members(self, member_indices: Sequence[int], deadline: Deadline) -> None:
         """Flush these members, all at once; every one is tried, then the first failure raises."""

@@ -17,7 +17,7 @@ struct kvdev_io {              /* one command on one device */
     uint32_t lba_count;        /* logical blocks, a count (not 0's based) */
     uint32_t byte_count;       /* payload bytes: lba_count times the block size for read and write */
     uint32_t device_index;     /* handle in the queue's device table */
-    uint8_t opcode;            /* NVM command set opcode: 0 flush, 1 write, 2 read, 8 write zeroes, 9 dsm */
+    uint8_t opcode;            /* NVM command set opcode */
     uint8_t flags;             /* KVDEV_IO_FUA, KVDEV_IO_DEALLOCATE, KVDEV_IO_MAY_COPY */
     uint8_t priority;          /* 0 is served first */
     uint8_t reserved[17];

@@ -38,6 +38,12 @@
 #define OPC_COMPARE 0x05
 #define OPC_WRITE_ZEROES 0x08
 #define OPC_DSM 0x09
+#define OPC_VERIFY 0x0c
+#define OPC_COPY 0x19
+#define COPY_RANGE_BYTES 32u
+#define COPY_RANGES_MAX 256u
+#define SQE_FUSE_FIRST 0x01u
+#define SQE_FUSE_SECOND 0x02u
 #define CDW12_FUA (1u << 30)
 #define CDW12_DEAC (1u << 25)
 #define CDW11_DSM_DEALLOCATE (1u << 2)
@@ -71,7 +77,10 @@ struct passthrough {
     uint8_t *cqe;            /* set for execute: the caller waits for it here */
     int *is_done;
     int *error;
-    int in_use;
+    uint64_t *send_ns;
+    uint32_t mate;           /* of the first half of a fused pair: the node of the second, until that is started */
+    uint8_t is_fused;
+    uint8_t in_use;
 };
 
 struct list {
@@ -272,6 +281,8 @@ static void node_done(struct kvdev_queue *q, uint32_t index, int error, uint16_t
         if (pass->is_done) {
             *pass->is_done = 1;
             *pass->error = error;
+            if (pass->send_ns)
+                *pass->send_ns = node->send_ns;
             node_give(q, index);
             return;
         }
@@ -289,10 +300,24 @@ static int node_error(struct kvdev_queue *q, const struct node *node, int error)
     return -KVDEV_EUNCERTAIN;
 }
 
+/* The second half of a fused pair that has not been started: it is nobody's but the first one's. */
+static uint32_t mate_take(struct kvdev_queue *q, const struct node *node)
+{
+    if (!node->passthrough)
+        return NODE_NONE;
+    struct passthrough *pass = &q->passthroughs[node->passthrough - 1];
+    uint32_t mate = pass->mate;
+    pass->mate = NODE_NONE;
+    return mate;
+}
+
 /* A pending command that will not be sent (again). */
 static void node_refuse(struct kvdev_queue *q, uint32_t index, int error, uint64_t now)
 {
     struct node *node = &q->nodes[index];
+    uint32_t mate = mate_take(q, node);
+    if (mate != NODE_NONE)
+        node_refuse(q, mate, error, now);
     if (!node->is_uncertain)
         node->send_ns = 0;
     node->complete_ns = now;
@@ -408,11 +433,17 @@ static void hold(struct kvdev_queue *q, uint32_t index, uint32_t controller)
     delay(q, index, entry->is_up ? UINT64_MAX : entry->fence_ns);
 }
 
+static int is_fused(const struct kvdev_queue *q, const struct node *node)
+{
+    return node->passthrough && q->passthroughs[node->passthrough - 1].is_fused;
+}
+
 static int changes_data(const struct kvdev_queue *q, const struct node *node)
 {
-    if (node->passthrough)
+    if (node->passthrough && !is_fused(q, node))
         return q->passthroughs[node->passthrough - 1].direction != KVDEV_DIR_C2H;
-    return node->io.opcode == OPC_WRITE || node->io.opcode == OPC_WRITE_ZEROES || node->io.opcode == OPC_DSM;
+    return node->io.opcode == OPC_WRITE || node->io.opcode == OPC_WRITE_ZEROES || node->io.opcode == OPC_DSM ||
+           node->io.opcode == OPC_COPY;
 }
 
 /* The connection died under a command. 0: it goes on; else the error it ends with. */
@@ -420,6 +451,8 @@ static int recover_loss(struct kvdev_queue *q, const struct path *path, uint32_t
 {
     struct node *node = &q->nodes[index];
     const struct kvdev_queue_recovery *recovery = &q->devices[node->io.device_index].recovery;
+    if (is_fused(q, node))
+        return node_error(q, node, error); /* one half of a pair is never sent without the other */
     if (!send_ns) {
         requeue(q, index);
         return 0;
@@ -456,9 +489,12 @@ static int recover_status(struct kvdev_queue *q, const struct path *path, uint32
     struct device *device = &q->devices[node->io.device_index];
     const struct controller *controller = &q->controllers[path->controller];
     uint64_t wait_ns = RETRY_DELAY_NS;
+    uint16_t code = status & 0x7ff;
+    if (node->passthrough && controller->has_ana && code >= 0x301 && code <= 0x303)
+        suspect(q, device, path->controller); /* it fails, but not the next one */
     if (status & STATUS_DNR || node->passthrough)
         return node_error(q, node, -EIO);
-    switch (status & 0x7ff) {
+    switch (code) {
     case 0x301: /* ANA persistent loss, inaccessible, transition */
     case 0x302:
     case 0x303:
@@ -627,7 +663,8 @@ static int cache_note(struct kvdev_queue *q, const struct path *path, uint32_t i
 {
     const struct node *node = &q->nodes[index];
     struct device *device = &q->devices[node->io.device_index];
-    if (!device->ops || device->generation != node->generation || node->passthrough)
+    if (!device->ops || device->generation != node->generation ||
+        (node->passthrough && !is_fused(q, node)))
         return 1;
     if (node->io.opcode == OPC_FLUSH)
         return flush_done(q, device, path, index, error);
@@ -682,7 +719,8 @@ static uint32_t namespace_check(const struct device *device, const struct kvdev_
 {
     const struct kvdev_queue_namespace *ns = &device->ns;
     uint8_t opcode = io->opcode;
-    if (!is_payload_opcode(opcode) && opcode != OPC_FLUSH && opcode != OPC_WRITE_ZEROES && opcode != OPC_DSM)
+    if (!is_payload_opcode(opcode) && opcode != OPC_FLUSH && opcode != OPC_WRITE_ZEROES && opcode != OPC_DSM &&
+        opcode != OPC_VERIFY && opcode != OPC_COPY)
         return KVDEV_REFUSED_OPCODE;
     if (opcode == OPC_FLUSH)
         return io->byte_count ? KVDEV_REFUSED_LENGTH : KVDEV_REFUSED_NONE;
@@ -695,6 +733,11 @@ static uint32_t namespace_check(const struct device *device, const struct kvdev_
         return KVDEV_REFUSED_COUNT;
     if (io->slba > ns->block_count || io->lba_count > ns->block_count - io->slba)
         return KVDEV_REFUSED_RANGE;
+    if (opcode == OPC_COPY) {
+        if (!io->byte_count || io->byte_count % COPY_RANGE_BYTES || io->byte_count > COPY_RANGES_MAX * COPY_RANGE_BYTES)
+            return KVDEV_REFUSED_LENGTH;
+        return io->buf_addr ? KVDEV_REFUSED_NONE : KVDEV_REFUSED_BUFFER;
+    }
     if (!is_payload_opcode(opcode))
         return io->byte_count ? KVDEV_REFUSED_LENGTH : KVDEV_REFUSED_NONE;
     if ((uint64_t)io->lba_count * ns->block_size_bytes != io->byte_count)
@@ -705,8 +748,8 @@ static uint32_t namespace_check(const struct device *device, const struct kvdev_
 }
 
 /* The ready queue pair with the fewest bytes in flight that takes so many more; NULL if none does. */
-static struct path *path_choose(struct kvdev_queue *q, struct device *device, uint32_t bytes, uint64_t now,
-                                int *is_any_ready)
+static struct path *path_choose(struct kvdev_queue *q, struct device *device, uint32_t bytes, uint32_t slots,
+                                uint64_t now, int *is_any_ready)
 {
     struct path *best = NULL;
     uint32_t best_bytes = UINT32_MAX;
@@ -732,7 +775,7 @@ static struct path *path_choose(struct kvdev_queue *q, struct device *device, ui
         uint32_t in_flight = kvdev_qpair_in_flight_bytes(path->qp);
         int fits = !in_flight || (in_flight <= q->options.window_size_bytes &&
                                   bytes <= q->options.window_size_bytes - in_flight);
-        if (path->is_blocked || !fits || !kvdev_qpair_room(path->qp) || in_flight >= best_bytes)
+        if (path->is_blocked || !fits || kvdev_qpair_room(path->qp) < slots || in_flight >= best_bytes)
             continue;
         best = path;
         best_bytes = in_flight;
@@ -768,12 +811,31 @@ static void sqe_build(const struct device *device, const struct kvdev_io *io, ui
         kvdev_store_le32(wire + 44, CDW11_DSM_DEALLOCATE);
         return;
     }
-    if ((io->flags & KVDEV_IO_FUA) && io->opcode != OPC_COMPARE)
+    if (io->opcode == OPC_COPY)
+        nlb_0based = io->byte_count / COPY_RANGE_BYTES - 1;
+    if ((io->flags & KVDEV_IO_FUA) && io->opcode != OPC_COMPARE && io->opcode != OPC_VERIFY)
         nlb_0based |= CDW12_FUA;
     if ((io->flags & KVDEV_IO_DEALLOCATE) && io->opcode == OPC_WRITE_ZEROES)
         nlb_0based |= CDW12_DEAC;
     kvdev_store_le64(wire + 40, io->slba);
     kvdev_store_le32(wire + 48, nlb_0based);
+}
+
+/* Both halves one after the other, with nothing between: the first is refused as any command, and the second with it. */
+static int passthrough_start(struct kvdev_queue *q, struct path *path, uint32_t index, uint64_t deadline)
+{
+    const struct node *node = &q->nodes[index];
+    const struct passthrough *pass = &q->passthroughs[node->passthrough - 1];
+    int error =
+        kvdev_qpair_start(path->qp, pass->sqe, pass->data, pass->len, pass->direction, index, deadline);
+    uint32_t mate = error ? NODE_NONE : mate_take(q, node);
+    if (mate == NODE_NONE)
+        return error;
+    q->stats.pending_count--;
+    q->stats.in_flight_count++;
+    pass = &q->passthroughs[q->nodes[mate].passthrough - 1];
+    /* The queue pair had room for two. */
+    return kvdev_qpair_start(path->qp, pass->sqe, pass->data, pass->len, pass->direction, mate, deadline);
 }
 
 static int namespace_start(struct kvdev_queue *q, struct device *device, uint32_t index, uint64_t now)
@@ -784,7 +846,7 @@ static int namespace_start(struct kvdev_queue *q, struct device *device, uint32_
     uint32_t bytes = node->passthrough ? q->passthroughs[node->passthrough - 1].len : io->byte_count;
     if (device->error)
         return device->error;
-    struct path *path = path_choose(q, device, bytes, now, &is_any_ready);
+    struct path *path = path_choose(q, device, bytes, is_fused(q, node) ? 2 : 1, now, &is_any_ready);
     if (!path) {
         if (!is_any_ready && (!device->is_recovering || device->is_failed))
             return -ENOTCONN;
@@ -800,10 +862,8 @@ static int namespace_start(struct kvdev_queue *q, struct device *device, uint32_
             return -EAGAIN;
     }
     uint64_t deadline = node->deadline_ns ? node->deadline_ns : add_ns(now, q->options.command_timeout_ns);
-    if (node->passthrough) {
-        const struct passthrough *pass = &q->passthroughs[node->passthrough - 1];
-        return kvdev_qpair_start(path->qp, pass->sqe, pass->data, pass->len, pass->direction, index, deadline);
-    }
+    if (node->passthrough)
+        return passthrough_start(q, path, index, deadline);
     uint8_t sqe[KVDEV_SQE_BYTES];
     sqe_build(device, io, sqe);
     if (io->opcode == OPC_DSM && !io->byte_count) {
@@ -1803,21 +1863,19 @@ int kvdev_queue_poll(struct kvdev_queue *q, struct kvdev_io_done *done, size_t m
 
 /* ---- passthrough ---- */
 
-static int passthrough_add(struct kvdev_queue *q, uint32_t device_index, uint64_t tag, const uint8_t *sqe, void *data,
-                           uint32_t len, uint32_t direction, struct passthrough **ret, uint64_t deadline_ns)
+/* A node with a passthrough entry, on no list yet; NODE_NONE when there is no room. */
+static uint32_t passthrough_take(struct kvdev_queue *q, uint32_t device_index, uint64_t tag, const uint8_t *sqe,
+                                 void *data, uint32_t len, uint32_t direction, uint64_t deadline_ns)
 {
-    if (device_index >= KVDEV_QUEUE_DEVICES_MAX || q->devices[device_index].ops != &namespace_ops || len & 3 ||
-        direction > KVDEV_DIR_H2C || (direction == KVDEV_DIR_NONE) != (len == 0) || (len && !data)) {
-        q->refused_reason = KVDEV_REFUSED_NONE;
-        return -EINVAL;
-    }
     if (!q->free_count)
-        return -EAGAIN;
+        return NODE_NONE;
     for (uint32_t i = 0; i < KVDEV_QUEUE_PASSTHROUGH_MAX; i++) {
         struct passthrough *pass = &q->passthroughs[i];
         if (pass->in_use)
             continue;
-        *pass = (struct passthrough){ .data = data, .len = len, .direction = direction, .in_use = 1 };
+        *pass = (struct passthrough){
+            .data = data, .len = len, .direction = direction, .mate = NODE_NONE, .in_use = 1
+        };
         memcpy(pass->sqe, sqe, sizeof pass->sqe);
         uint32_t index = node_take(q);
         struct node *node = &q->nodes[index];
@@ -1829,14 +1887,33 @@ static int passthrough_add(struct kvdev_queue *q, uint32_t device_index, uint64_
         node->passthrough = (uint8_t)(i + 1);
         node->is_uncertain = node->losses = node->retries = 0;
         node->generation = q->devices[device_index].generation;
-        list_push_front(q, &q->devices[device_index].pending[0], index);
-        device_activate(q, device_index, 0);
         q->stats.submitted++;
         q->stats.pending_count++;
-        *ret = pass;
-        return 0;
+        return index;
     }
-    return -EAGAIN;
+    return NODE_NONE;
+}
+
+static void passthrough_queue(struct kvdev_queue *q, uint32_t device_index, uint32_t index)
+{
+    list_push_front(q, &q->devices[device_index].pending[0], index);
+    device_activate(q, device_index, 0);
+}
+
+static int passthrough_add(struct kvdev_queue *q, uint32_t device_index, uint64_t tag, const uint8_t *sqe, void *data,
+                           uint32_t len, uint32_t direction, struct passthrough **ret, uint64_t deadline_ns)
+{
+    if (device_index >= KVDEV_QUEUE_DEVICES_MAX || q->devices[device_index].ops != &namespace_ops || len & 3 ||
+        direction > KVDEV_DIR_H2C || (direction == KVDEV_DIR_NONE) != (len == 0) || (len && !data)) {
+        q->refused_reason = KVDEV_REFUSED_NONE;
+        return -EINVAL;
+    }
+    uint32_t index = passthrough_take(q, device_index, tag, sqe, data, len, direction, deadline_ns);
+    if (index == NODE_NONE)
+        return -EAGAIN;
+    *ret = &q->passthroughs[q->nodes[index].passthrough - 1];
+    passthrough_queue(q, device_index, index);
+    return 0;
 }
 
 int kvdev_queue_passthrough(struct kvdev_queue *q, uint32_t device_index, uint64_t tag, const uint8_t *sqe,
@@ -1893,6 +1970,77 @@ int kvdev_queue_execute(struct kvdev_queue *q, uint32_t device_index, const uint
         }
         /* -EIO is a verdict on the command, and that is in the CQE's status. */
         error = result == -EIO ? 0 : result;
+    }
+    leave(q);
+    return error;
+}
+
+/* ---- compare and write ---- */
+
+/* One half: its node, on no list. */
+static uint32_t half_take(struct kvdev_queue *q, uint32_t device_index, const struct kvdev_io *io, uint32_t fuse,
+                          uint64_t deadline_ns)
+{
+    uint8_t sqe[KVDEV_SQE_BYTES];
+    sqe_build(&q->devices[device_index], io, sqe);
+    sqe[1] |= (uint8_t)fuse;
+    uint32_t index = passthrough_take(q, device_index, 0, sqe, (void *)(uintptr_t)io->buf_addr, io->byte_count,
+                                      KVDEV_DIR_H2C, deadline_ns);
+    if (index != NODE_NONE) {
+        q->nodes[index].io.opcode = io->opcode;
+        q->passthroughs[q->nodes[index].passthrough - 1].is_fused = 1;
+    }
+    return index;
+}
+
+static void half_give(struct kvdev_queue *q, uint32_t index)
+{
+    q->passthroughs[q->nodes[index].passthrough - 1].in_use = 0;
+    q->stats.submitted--;
+    q->stats.pending_count--;
+    node_give(q, index);
+}
+
+static void half_watch(struct kvdev_queue *q, uint32_t index, struct kvdev_queue_half *half, int *is_done)
+{
+    struct passthrough *pass = &q->passthroughs[q->nodes[index].passthrough - 1];
+    pass->cqe = half->cqe;
+    pass->is_done = is_done;
+    pass->error = &half->error;
+    pass->send_ns = &half->send_ns;
+}
+
+int kvdev_queue_compare_and_write(struct kvdev_queue *q, const struct kvdev_io *compare, const struct kvdev_io *write,
+                                  uint64_t timeout_ns, struct kvdev_queue_half *compare_ret,
+                                  struct kvdev_queue_half *write_ret)
+{
+    uint32_t device_index = compare->device_index;
+    int has_first = 0, has_second = 0;
+    if (enter(q))
+        return -EBUSY;
+    int error = -EINVAL;
+    if (compare->opcode == OPC_COMPARE && write->opcode == OPC_WRITE && write->device_index == device_index &&
+        !io_refusal(q, compare) && !io_refusal(q, write) && q->devices[device_index].ops == &namespace_ops) {
+        uint64_t deadline = add_ns(now_ns(), timeout_ns);
+        uint32_t first = half_take(q, device_index, compare, SQE_FUSE_FIRST, deadline);
+        uint32_t second =
+            first == NODE_NONE ? NODE_NONE : half_take(q, device_index, write, SQE_FUSE_SECOND, deadline);
+        error = second == NODE_NONE ? -EAGAIN : 0;
+        if (error && first != NODE_NONE)
+            half_give(q, first);
+        if (!error) {
+            struct passthrough *pass = &q->passthroughs[q->nodes[first].passthrough - 1];
+            half_watch(q, first, compare_ret, &has_first);
+            half_watch(q, second, write_ret, &has_second);
+            pass->mate = second;
+            passthrough_queue(q, device_index, first);
+            while (!has_first || !has_second) {
+                uint64_t now = now_ns();
+                work(q, 0, has_first ? &has_second : &has_first, now < deadline ? deadline - now : 0);
+                if (!has_first)
+                    passthrough_withdraw(q, device_index, pass);
+            }
+        }
     }
     leave(q);
     return error;

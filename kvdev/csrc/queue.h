@@ -173,6 +173,21 @@ int kvdev_queue_passthrough(struct kvdev_queue *queue, uint32_t device_index, ui
 int kvdev_queue_execute(struct kvdev_queue *queue, uint32_t device_index, const uint8_t *sqe, void *data, uint32_t len,
                         uint32_t direction, uint64_t timeout_ns, uint8_t *cqe);
 
+/* One half of a compare and write: how it ended. */
+struct kvdev_queue_half {
+    uint64_t send_ns;              /* 0: it never left this host */
+    int32_t error;                 /* 0, or -errno; -EIO with the verdict in the CQE */
+    uint8_t cqe[16];
+    uint8_t reserved[4];
+};
+
+/* A fused pair on one queue pair, its halves next to each other, synchronously: a compare and a write of the same
+ * blocks, which happens only if the blocks were equal. 0 with both halves set; the write is done if its error is 0, is
+ * not if it never left this host or has an error status, and -KVDEV_EUNCERTAIN if nobody knows. It is sent once. */
+int kvdev_queue_compare_and_write(struct kvdev_queue *queue, const struct kvdev_io *compare,
+                                  const struct kvdev_io *write, uint64_t timeout_ns,
+                                  struct kvdev_queue_half *compare_ret, struct kvdev_queue_half *write_ret);
+
 /* Gives up on everything outstanding: queue pairs with commands are reset, their commands complete with -ENOTCONN,
  * pending ones with -ECANCELED, at the next poll. No payload is touched after it returns. */
 int kvdev_queue_abandon(struct kvdev_queue *queue);

@@ -65,7 +65,7 @@ from kvdev.wire.identify import (
     CsiControllerNvm,
     IdentifyController,
 )
-from kvdev.wire.log import ErrorEntry, Lid, SmartLog, parse_error_log
+from kvdev.wire.log import ErrorEntry, Lid, ReservationLog, ReservationNotice, SmartLog, parse_error_log
 from kvdev.wire.nvme import CNTLID_DYNAMIC, NSID_ALL, AsyncEvent, FeaturesCommand, Sqe, status_name
 
 log = logging.getLogger("kvdev.initiator")
@@ -76,6 +76,8 @@ IN_CAPSULE_SIZE_BYTES_MAX = 64 << 10
 """More in a capsule than this gains nothing over asking for it."""
 EVENT_REQUEST_COUNT = 4
 """Asynchronous Event Requests kept outstanding: one for each kind of event that is enabled, and one more."""
+RESERVATION_NOTICE_COUNT_MAX = 256
+"""Notices taken at once: a controller with more gets its next event answered with the rest."""
 EVENT_LOG_SIZES_BYTES: dict[int, int] = {
     Lid.ERROR: ErrorEntry.SIZE,
     Lid.SMART: SmartLog.SIZE,
@@ -471,6 +473,8 @@ class Controller:
         if dw0 is None:
             return None
         event = AsyncEvent.parse(dw0)
+        if event.lid == Lid.RESERVATION:
+            return event  # reading its page takes a notice away: whoever handles the event reads them all
         size_bytes = EVENT_LOG_SIZES_BYTES.get(event.lid)
         if size_bytes is None:
             log.warning("%s: event %s names log page 0x%02x: not read", self.where, event, event.lid)
@@ -628,6 +632,17 @@ class Controller:
         """SMART / health information of the controller (page 02h)."""
         data = self.log_page(Lid.SMART, SmartLog.SIZE, retain_event=True, deadline=deadline)
         return self.channel.parse(SmartLog.parse, data)
+
+    def reservation_notices(self, *, deadline: Deadline) -> list[ReservationLog]:
+        """The reservation notices that wait (page 80h), oldest first; they are gone from the controller then."""
+        found: list[ReservationLog] = []
+        while len(found) < RESERVATION_NOTICE_COUNT_MAX:
+            data = self.log_page(Lid.RESERVATION, ReservationLog.SIZE, deadline=deadline)
+            page = self.channel.parse(ReservationLog.parse, data)
+            if page.notice_type == ReservationNotice.EMPTY:
+                break
+            found.append(page)
+        return found
 
     def error_log(self, *, deadline: Deadline) -> list[ErrorEntry]:
         """Entries of the error log (page 01h), newest first."""

@@ -31,6 +31,8 @@ class EventKind(enum.Enum):
     ANA_CHANGED = "ANA changed"
     SMART_WARNING = "SMART warning"
     CONTROLLER_ERROR = "controller error"
+    RESERVATION_CHANGED = "reservation changed"
+    """Another host has released, preempted or cleared what this host was registered for."""
     DISCOVERY_CHANGED = "discovery log changed"
 
 

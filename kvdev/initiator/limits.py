@@ -79,6 +79,31 @@ def write_zeroes_blocks(*, wzsl: int, mpsmin: int, block_size_bytes: int, max_tr
     return max(1, min(size_bytes // block_size_bytes, TRANSFER_BLOCK_COUNT_MAX))
 
 
+def verify_blocks(*, vsl: int, mpsmin: int, block_size_bytes: int, max_transfer_bytes: int) -> int:
+    """Most blocks one Verify may cover, at least 1; VSL as WZSL in ``write_zeroes_blocks``."""
+    return write_zeroes_blocks(
+        wzsl=vsl, mpsmin=mpsmin, block_size_bytes=block_size_bytes, max_transfer_bytes=max_transfer_bytes
+    )
+
+
+def copy_groups(
+    ranges: Sequence[tuple[int, int]], *, mssrl: int, mcl: int, msrc: int
+) -> list[list[tuple[int, int]]]:
+    """Ranges (slba, block count) cut and grouped into Copy commands: at most MSSRL blocks a range, MCL a command,
+    and MSRC (0's based) ranges."""
+    groups: list[list[tuple[int, int]]] = []
+    room = 0
+    for slba, block_count in ranges:
+        while block_count:
+            if not room or len(groups[-1]) > msrc:
+                groups.append([])
+                room = mcl
+            part = min(block_count, mssrl, room)
+            groups[-1].append((slba, part))
+            slba, block_count, room = slba + part, block_count - part, room - part
+    return groups
+
+
 def deallocate_groups(
     ranges: Sequence[tuple[int, int]], *, dmrl: int, dmrsl: int, dmsl: int
 ) -> list[list[tuple[int, int]]]:

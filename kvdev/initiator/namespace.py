@@ -15,22 +15,53 @@ from typing import Protocol
 
 import numpy as np
 
-from kvdev.block.device import BlockDevice, DeviceIdentity, execute, flush
+from kvdev.block.device import (
+    BlockDevice,
+    DeviceIdentity,
+    aligned_buffer,
+    error_of,
+    execute,
+    flush,
+    run_batch,
+    transfer_ios,
+)
 from kvdev.clock import Deadline
-from kvdev.errors import CommandError, ProtocolError, UnsupportedError, UsageError
+from kvdev.errors import (
+    CommandError,
+    ConnectionLostError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+)
 from kvdev.initiator import limits
 from kvdev.initiator.channel import AdminChannel
 from kvdev.initiator.controller import Controller
 from kvdev.initiator.options import LostWrites
-from kvdev.native.io import IO_DEALLOCATE, IO_DTYPE, OPCODE_DSM, OPCODE_WRITE_ZEROES, IoArray, address_of
-from kvdev.native.queue import HostQueue, Recovery
+from kvdev.initiator.reservation import PATH_RETRY_COUNT, NamespaceReservations, on_some_path
+from kvdev.native.io import (
+    IO_DEALLOCATE,
+    IO_DTYPE,
+    OPCODE_COMPARE,
+    OPCODE_COPY,
+    OPCODE_DSM,
+    OPCODE_VERIFY,
+    OPCODE_WRITE,
+    OPCODE_WRITE_ZEROES,
+    IoArray,
+    address_of,
+)
+from kvdev.native.queue import HostQueue, PairCompletion, Recovery
 from kvdev.uri import TcpUri
 from kvdev.wire.identify import (
+    FUSES_COMPARE_AND_WRITE,
     NMIC_SHARED,
     NSFEAT_ATOMIC,
     NSFEAT_OPTPERF,
     NSID_LIST_COUNT,
+    ONCS_COMPARE,
+    ONCS_COPY,
     ONCS_DSM,
+    ONCS_VERIFY,
     ONCS_WRITE_ZEROES,
     Cns,
     Csi,
@@ -39,7 +70,7 @@ from kvdev.wire.identify import (
     parse_nsid_list,
 )
 from kvdev.wire.layout import WireError
-from kvdev.wire.nvme import DSM_RANGE_BYTES, DsmRange, Status
+from kvdev.wire.nvme import COPY_RANGE_BYTES, DSM_RANGE_BYTES, DsmRange, Status, build_copy_ranges
 
 NAMESPACE_COUNT_MAX = 4096
 """Namespaces of one controller that are looked at: a bound on what it can make us ask."""
@@ -68,6 +99,12 @@ class NamespaceInfo:
     """Whether several controllers may use it at once (NMIC)."""
     anagrpid: int = 0
     """ANA group; 0 where there are none."""
+    reservation_capabilities: int = 0
+    """RESCAP; 0 where there are no reservations."""
+    compare_and_write_blocks: int = 0
+    """ACWU or NACWU as a count; 0 where the controller has no fused compare and write."""
+    copy_limits: tuple[int, int, int] = (0, 0, 0)
+    """MSSRL, MCL and MSRC (0's based)."""
     problem: str = ""
 
     @property
@@ -199,8 +236,19 @@ def describe(controller: Controller, nsid: int, *, deadline: Deadline) -> Namesp
         is_write_protected=bool(ident.nsattr & _NSATTR_WRITE_PROTECTED),
         is_shared=bool(ident.nmic & NMIC_SHARED),
         anagrpid=ident.anagrpid,
+        reservation_capabilities=ident.rescap,
+        compare_and_write_blocks=_compare_and_write_blocks(controller, ident),
+        copy_limits=(ident.mssrl, ident.mcl, ident.msrc_0based),
         problem=problem,
     )
+
+
+def _compare_and_write_blocks(controller: Controller, ident: IdentifyNamespace) -> int:
+    identify = controller.identify
+    if not identify.fuses & FUSES_COMPARE_AND_WRITE or not identify.oncs & ONCS_COMPARE:
+        return 0
+    is_own = ident.nsfeat & NSFEAT_ATOMIC and ident.nacwu_0based
+    return 1 + (ident.nacwu_0based if is_own else identify.acwu_0based)
 
 
 def _descriptors(channel: AdminChannel, nsid: int, deadline: Deadline) -> NsDescriptorList:
@@ -272,6 +320,8 @@ class NvmeNamespace(BlockDevice):
         self.has_volatile_cache = controller.identify.has_volatile_cache
         self.metadata_size_bytes = 0
         self.is_read_only = info.is_write_protected
+        self.compare_and_write_blocks = info.compare_and_write_blocks
+        self.reservations = NamespaceReservations(self)
         self.queue: HostQueue = queue
         self.device_index = queue.add_multipath(
             nsid=info.nsid,
@@ -317,7 +367,7 @@ class NvmeNamespace(BlockDevice):
         self, slba: int, block_count: int, deadline: Deadline, *, may_deallocate: bool = False
     ) -> None:
         """Zero a range without sending zeroes; split at what one command may cover."""
-        self._check_feature(ONCS_WRITE_ZEROES, "write zeroes")
+        self.check_feature(ONCS_WRITE_ZEROES, "write zeroes")
         self._check_range(slba, block_count)
         nvm = self.controller.nvm_limits(deadline=deadline)
         piece = limits.write_zeroes_blocks(
@@ -326,13 +376,136 @@ class NvmeNamespace(BlockDevice):
             block_size_bytes=self.block_size_bytes,
             max_transfer_bytes=self.max_transfer_bytes,
         )
-        count = -(-block_count // piece)
-        ios: IoArray = np.zeros(count, dtype=IO_DTYPE)
-        starts = np.arange(count, dtype=np.uint64) * np.uint64(piece)
-        ios["opcode"] = OPCODE_WRITE_ZEROES
-        ios["slba"] = np.uint64(slba) + starts
-        ios["lba_count"] = np.minimum(np.uint64(block_count) - starts, np.uint64(piece))
+        ios = _range_ios(OPCODE_WRITE_ZEROES, slba, block_count, piece)
         ios["flags"] = IO_DEALLOCATE if may_deallocate else 0
+        execute(self, ios, deadline)
+
+    def verify(self, slba: int, block_count: int, deadline: Deadline) -> None:
+        """Have the controller read a range and check it, without sending it.
+
+        Raises CommandError with the first block of the command that failed.
+        """
+        self.check_feature(ONCS_VERIFY, "verify")
+        self._check_range(slba, block_count)
+        nvm = self.controller.nvm_limits(deadline=deadline)
+        piece = limits.verify_blocks(
+            vsl=nvm.vsl,
+            mpsmin=self.controller.cap.mpsmin,
+            block_size_bytes=self.block_size_bytes,
+            max_transfer_bytes=self.max_transfer_bytes,
+        )
+        execute(self, _range_ios(OPCODE_VERIFY, slba, block_count, piece), deadline)
+
+    def compare(self, slba: int, data: bytes | bytearray, deadline: Deadline) -> bool:
+        """Whether the blocks from ``slba`` are ``data``, as the controller says."""
+        self.check_feature(ONCS_COMPARE, "compare")
+        count, rest = divmod(len(data), self.block_size_bytes)
+        if rest:
+            raise UsageError(
+                f"{self.uri}: compare: expected whole blocks of {self.block_size_bytes} bytes, got {len(data)}"
+            )
+        self._check_range(slba, count)
+        payload = aligned_buffer(len(data))
+        payload[:] = np.frombuffer(data, dtype=np.uint8)
+        ios = transfer_ios(self, OPCODE_COMPARE, slba, address_of(payload), payload.nbytes)
+        done = run_batch(self.queue, ios, deadline)
+        is_different = done["status"] & 0x7FF == int(Status.COMPARE_FAILURE)
+        failed = np.flatnonzero((done["error"] != 0) & ~is_different)
+        if len(failed):
+            first = int(failed[0])
+            raise error_of(
+                error=int(done["error"][first]),
+                status=int(done["status"][first]),
+                opcode=OPCODE_COMPARE,
+                slba=int(ios["slba"][first]),
+                uri=self.uri,
+            )
+        return not is_different.any()
+
+    def compare_and_write(
+        self, slba: int, expected: bytes | bytearray, new: bytes | bytearray, deadline: Deadline
+    ) -> bool:
+        """A fused pair on one queue pair. What never left this host is sent again when there is a connection.
+
+        After UncertainWriteError the pair may still take effect until ``fence_ns``: read the block after that.
+        """
+        if not self.compare_and_write_blocks:
+            identify = self.controller.identify
+            raise UnsupportedError(
+                f"{self.uri}: compare and write: the controller does not have it (FUSES 0x{identify.fuses:04x}, "
+                f"ONCS 0x{identify.oncs:04x}); where it has reservations those fence a writer, else time does",
+                feature="compare and write",
+            )
+        self._check_compare_and_write(slba, expected, new)
+        old_data, new_data = aligned_buffer(len(expected)), aligned_buffer(len(new))
+        old_data[:] = np.frombuffer(expected, dtype=np.uint8)
+        new_data[:] = np.frombuffer(new, dtype=np.uint8)
+
+        def attempt() -> bool:
+            pair = self.queue.compare_and_write(
+                self.device_index,
+                slba=slba,
+                lba_count=len(expected) // self.block_size_bytes,
+                expected=old_data,
+                new=new_data,
+                deadline=deadline,
+            )
+            return self._pair_result(pair, slba)
+
+        for _ in range(PATH_RETRY_COUNT):
+            try:
+                return on_some_path(attempt, deadline)
+            except ConnectionLostError:
+                # Without effect, or it were uncertain: sent again as soon as there is a connection.
+                deadline.check("compare and write", trid=self.uri)
+        return on_some_path(attempt, deadline)
+
+    def _pair_result(self, pair: PairCompletion, slba: int) -> bool:
+        if not pair.write_error:
+            return True
+        if pair.compare_error and pair.compare_status & 0x7FF == Status.COMPARE_FAILURE:
+            return False
+        is_compare = pair.write_status & 0x7FF == Status.ABORTED_FAILED_FUSED and pair.compare_status
+        raise error_of(
+            error=pair.compare_error if is_compare else pair.write_error,
+            status=pair.compare_status if is_compare else pair.write_status,
+            opcode=OPCODE_COMPARE if is_compare else OPCODE_WRITE,
+            slba=slba,
+            uri=self.uri,
+        )
+
+    def copy(self, slba: int, ranges: Sequence[tuple[int, int]], deadline: Deadline) -> None:
+        """Copy ranges (slba, block count), one after the other, to the blocks from ``slba``, inside the controller.
+
+        Not atomic; a destination that overlaps a source is refused, because several commands may run at once.
+        """
+        self.check_feature(ONCS_COPY, "copy")
+        total = sum(block_count for _, block_count in ranges)
+        if not total:
+            return
+        self._check_range(slba, total)
+        for start, block_count in ranges:
+            self._check_range(start, block_count)
+            if start < slba + total and slba < start + block_count:
+                raise UsageError(
+                    f"{self.uri}: copy: expected sources apart from the destination {slba} to {slba + total - 1}, "
+                    f"got {block_count} blocks from {start}"
+                )
+        mssrl, mcl, msrc = self.info.copy_limits
+        if not mssrl or not mcl:
+            raise UnsupportedError(
+                f"{self.uri}: copy: the namespace takes none (MSSRL {mssrl}, MCL {mcl})", feature="copy"
+            )
+        groups = limits.copy_groups(ranges, mssrl=mssrl, mcl=mcl, msrc=msrc)
+        payload = np.frombuffer(b"".join(build_copy_ranges(group) for group in groups), dtype=np.uint8)
+        sizes = np.array([len(group) * COPY_RANGE_BYTES for group in groups], dtype=np.uint64)
+        blocks = np.array([sum(count for _, count in group) for group in groups], dtype=np.uint64)
+        ios: IoArray = np.zeros(len(groups), dtype=IO_DTYPE)
+        ios["opcode"] = OPCODE_COPY
+        ios["slba"] = np.uint64(slba) + np.cumsum(blocks) - blocks
+        ios["lba_count"] = blocks
+        ios["buf_addr"] = np.uint64(address_of(payload)) + np.cumsum(sizes) - sizes
+        ios["byte_count"] = sizes
         execute(self, ios, deadline)
 
     def deallocate(self, ranges: Sequence[tuple[int, int]], deadline: Deadline) -> None:
@@ -340,7 +513,7 @@ class NvmeNamespace(BlockDevice):
 
         A hint: never rely on what a deallocated block reads as.
         """
-        self._check_feature(ONCS_DSM, "deallocate")
+        self.check_feature(ONCS_DSM, "deallocate")
         for slba, block_count in ranges:
             self._check_range(slba, block_count)
         nvm = self.controller.nvm_limits(deadline=deadline)
@@ -370,7 +543,8 @@ class NvmeNamespace(BlockDevice):
         if not self.queue.is_closed:
             self.queue.remove_device(self.device_index)
 
-    def _check_feature(self, bit: int, feature: str) -> None:
+    def check_feature(self, bit: int, feature: str) -> None:
+        """Raise UnsupportedError naming ONCS unless the controller has an optional command."""
         if not self.controller.identify.oncs & bit:
             raise UnsupportedError(
                 f"{self.uri}: {feature}: the controller does not have it (ONCS "
@@ -384,3 +558,14 @@ class NvmeNamespace(BlockDevice):
                 f"{self.uri}: range: expected blocks within 0 to {self.block_count - 1}, "
                 f"got {block_count} from {slba}"
             )
+
+
+def _range_ios(opcode: int, slba: int, block_count: int, piece: int) -> IoArray:
+    """Commands without payload over a range, each of at most ``piece`` blocks."""
+    count = -(-block_count // piece)
+    ios: IoArray = np.zeros(count, dtype=IO_DTYPE)
+    starts = np.arange(count, dtype=np.uint64) * np.uint64(piece)
+    ios["opcode"] = opcode
+    ios["slba"] = np.uint64(slba) + starts
+    ios["lba_count"] = np.minimum(np.uint64(block_count) - starts, np.uint64(piece))
+    return ios

@@ -39,7 +39,7 @@ from kvdev.initiator.namespace import NamespaceInfo, scan
 from kvdev.native.queue import HostQpair
 from kvdev.uri import TcpAddress
 from kvdev.wire.identify import LPA_EXTENDED
-from kvdev.wire.log import AnaLog, Lid
+from kvdev.wire.log import AnaLog, Lid, ReservationNotice
 from kvdev.wire.nvme import AsyncEvent, AsyncEventType, Notice
 
 if TYPE_CHECKING:
@@ -525,6 +525,8 @@ class Path:
             self._guard(self._read_ana, "ANA log")
         elif event.event_type == AsyncEventType.NOTICE and event.info == Notice.DISCOVERY_LOG_CHANGE:
             self._tell(EventKind.DISCOVERY_CHANGED)
+        elif event.event_type == AsyncEventType.IO_COMMAND_SET and event.lid == Lid.RESERVATION:
+            self._tell_notices(controller, limit)
         elif event.event_type == AsyncEventType.SMART:
             try:
                 warning = controller.smart_log(deadline=limit).critical_warning
@@ -554,6 +556,22 @@ class Path:
             f"; newest of {len(entries)} error log entries: qpair {newest.sqid} CID {newest.cid:#06x} "
             f"status {newest.status_p >> 1:#06x} nsid {newest.nsid} LBA {newest.lba}"
         )
+
+    def _tell_notices(self, controller: Controller, limit: Deadline) -> None:
+        try:
+            notices = controller.reservation_notices(deadline=limit)
+        except KvdevError as error:
+            self._give_up_on(error, "reservation notices")
+            return
+        for notice in notices:
+            is_known = notice.notice_type in tuple(ReservationNotice)
+            text = (
+                ReservationNotice(notice.notice_type).name.lower().replace("_", " ")
+                if is_known
+                else f"notice {notice.notice_type}"
+            )
+            log.warning("%s nsid %d: %s", self.where, notice.nsid, text)
+            self._tell(EventKind.RESERVATION_CHANGED, text, nsid=notice.nsid)
 
     def _guard(self, action: object, what: str) -> None:
         assert callable(action)

@@ -37,7 +37,16 @@ from kvdev.errors import (
     UnsupportedError,
     UsageError,
 )
-from kvdev.native.io import EUNCERTAIN, IO_DONE_DTYPE, IO_DTYPE, IoArray, IoDoneArray, address_of
+from kvdev.native.io import (
+    EUNCERTAIN,
+    IO_DONE_DTYPE,
+    IO_DTYPE,
+    OPCODE_COMPARE,
+    OPCODE_WRITE,
+    IoArray,
+    IoDoneArray,
+    address_of,
+)
 
 POLL_COUNT_MAX = 4096
 """Completions one poll returns unless the caller says otherwise: bounds the array it allocates."""
@@ -81,7 +90,11 @@ _NEVER_NS = 0xFFFF_FFFF_FFFF_FFFF
 _STATE_NAMES = {0: "idle", 1: "ready", 2: "dead"}
 _REFUSALS = {
     1: ("device_index", "a device of this queue"),
-    2: ("opcode", "flush 0x00, write 0x01, read 0x02, compare 0x05, write zeroes 0x08 or deallocate 0x09"),
+    2: (
+        "opcode",
+        "flush 0x00, write 0x01, read 0x02, compare 0x05, write zeroes 0x08, deallocate 0x09, verify 0x0c "
+        "or copy 0x19, as far as the device has it",
+    ),
     3: ("lba_count", "1 to 65536 blocks (none for flush)"),
     4: ("slba", "a range inside the namespace"),
     5: ("byte_count", "lba_count times the block size (a multiple of 16, or 0, for deallocate)"),
@@ -186,6 +199,19 @@ class Completion:
             nsid=nsid,
             slba=slba,
         )
+
+
+@dataclass(frozen=True)
+class PairCompletion:
+    """How a compare and write ended. The write is done if ``write_error`` is 0; −EUNCERTAIN: nobody knows."""
+
+    compare_error: int
+    """−errno; −EIO: the status has the verdict."""
+    compare_status: int
+    write_error: int
+    write_status: int
+    is_write_sent: bool
+    """False: the write never left this host, so that it did not happen."""
 
 
 def completion_from_bytes(cqe: bytes) -> Completion:
@@ -1029,6 +1055,45 @@ class HostQueue:
                 elapsed_ms=deadline.elapsed_ms(),
             )
         return completion_from_bytes(bytes(ffi.buffer(cqe)))
+
+    def compare_and_write(
+        self,
+        device_index: int,
+        *,
+        slba: int,
+        lba_count: int,
+        expected: npt.NDArray[np.uint8],
+        new: npt.NDArray[np.uint8],
+        deadline: Deadline,
+    ) -> PairCompletion:
+        """A fused pair on one queue pair, past all pending commands; it is sent once, whatever happens to it.
+
+        Both buffers are the caller's again on return. A pair that does not end by the deadline takes its
+        queue pair down.
+        """
+        raw = self._check_usable("compare_and_write")
+        ios = np.zeros(2, dtype=IO_DTYPE)
+        ios["device_index"], ios["slba"], ios["lba_count"] = device_index, slba, lba_count
+        ios["opcode"] = OPCODE_COMPARE, OPCODE_WRITE
+        ios["buf_addr"] = address_of(expected), address_of(new)
+        ios["byte_count"] = expected.nbytes, new.nbytes
+        base = ffi.cast("const struct kvdev_io *", address_of(ios))
+        halves = ffi.new("struct kvdev_queue_half[2]")
+        with self.lock:
+            code = lib.kvdev_queue_compare_and_write(
+                raw, base, base + 1, deadline.remaining_ns(), halves, halves + 1
+            )
+        if code == -errno.EINVAL:
+            raise self._refusal(ios)
+        self._check(code, "compare_and_write")
+        first, second = (completion_from_bytes(bytes(ffi.buffer(half.cqe))) for half in halves)
+        return PairCompletion(
+            compare_error=int(halves[0].error),
+            compare_status=first.status,
+            write_error=int(halves[1].error),
+            write_status=second.status,
+            is_write_sent=halves[1].send_ns != 0,
+        )
 
     def set_window_size_bytes(self, window_size_bytes: int) -> None:
         """Change the payload in flight per queue pair; takes effect with the next poll."""

@@ -28,6 +28,11 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "target": ("kvdev_tools.cmd_target", "target", "Run the embedded NVMe/TCP target."),
     "discover": ("kvdev_tools.cmd_fabric", "discover", "List the subsystems of a discovery service."),
     "identify": ("kvdev_tools.cmd_fabric", "identify", "Show a controller and its namespaces."),
+    "reservation": (
+        "kvdev_tools.cmd_reservation",
+        "reservation",
+        "Show and change who may write to a namespace.",
+    ),
     "volume": ("kvdev_tools.cmd_volume", "volume", "Make and inspect RAID0 volumes."),
     "namespace": ("kvdev_tools.cmd_namespace", "namespace", "Make and inspect KV namespaces of a volume."),
     "page": ("kvdev_tools.cmd_page", "page", "List and verify stored pages."),

@@ -144,3 +144,16 @@ def test_deallocate_groups_when_any_ranges_then_same_blocks_within_limits(
         assert 1 <= len(group) <= (dmrl or 256)
         assert all(0 < count <= (dmrsl or 0xFFFFFFFF) for _, count in group)
         assert not dmsl or sum(count for _, count in group) <= dmsl
+
+
+def test_copy_groups_keep_every_limit() -> None:
+    ranges = [(0, 5), (100, 1), (200, 20)]
+    groups = limits.copy_groups(ranges, mssrl=4, mcl=10, msrc=2)
+    assert groups == [
+        [(0, 4), (4, 1), (100, 1)],
+        [(200, 4), (204, 4), (208, 2)],
+        [(210, 4), (214, 4), (218, 2)],
+    ]
+    assert limits.copy_groups(ranges, mssrl=100, mcl=26, msrc=127) == [ranges]
+    assert limits.copy_groups([(0, 3)], mssrl=1, mcl=1, msrc=0) == [[(0, 1)], [(1, 1)], [(2, 1)]]
+    assert limits.copy_groups([], mssrl=1, mcl=1, msrc=0) == []
