@@ -1,4 +1,4 @@
-"""Real peers for the interop tests: the Linux kernel's NVMe/TCP target and initiator in QEMU guests.
+"""Real peers for the interop tests: the Linux kernel's NVMe/TCP and RoCEv2 target and initiator in QEMU guests.
 
 They take minutes, so they run only when ``KVDEV_INTEROP`` is set. Without the programs or images a test skips
 and names what is missing; ``KVDEV_INTEROP=require`` (``make interop``) turns that into a failure.
@@ -33,6 +33,10 @@ PACKAGES = {
     "dpkg-deb": "dpkg",
     "apt-get": "apt",
 }
+RDMA_KERNEL_META = "linux-image-amd64"
+"""Debian's kernels for clouds have no software RDMA device."""
+RDMA_MODULES = "9p 9pnet_virtio overlay rdma_rxe crc32_generic nvmet-rdma nvme-rdma rdma_ucm ib_uverbs"
+RDMA_PROGRAMS = {"rdma": "iproute2"}
 BUILD_LIMIT_S = 600
 BOOT_LIMIT_S = 180
 
@@ -93,12 +97,14 @@ class Lab:
 
     @contextmanager
     def nvmet(
-        self, *, namespaces: int, mib: int, block_sizes: str = "512", ports: int = 1
+        self, *, namespaces: int, mib: int, block_sizes: str = "512", ports: int = 1, link: Path | None = None
     ) -> Iterator[Nvmet]:
-        """A Linux target, gone at the end."""
+        """A Linux target, gone at the end; with ``link``, a socket's path, over RoCEv2 to one guest too."""
         nqn = "nqn.2024-01.lab:nvmet"
         port = free_port()
         env = {**self.env, "BS": block_sizes, "PORTS": str(ports), "NQN": nqn}
+        if link is not None:
+            env["LINK"] = str(link)
         run_script("run-nvmet.sh", str(port), str(namespaces), str(mib), env=env, timeout_s=BOOT_LIMIT_S)
         try:
             yield Nvmet(port, nqn, self)
@@ -112,6 +118,11 @@ class Lab:
         args = [str(port), nqn, str(job) if job else "", str(out)]
         env = {**self.env, "LIMIT_S": str(limit_s)}
         return run_script("run-initiator.sh", *args, env=env, timeout_s=limit_s + 120)
+
+    def hosted(self, folder: Path, *, out: Path, link: Path, modules: str, limit_s: int, **env: str) -> str:
+        """Run ``folder``'s job in a guest with this host's file system, on the other end of a target's link."""
+        env = {**self.env, "LINK": str(link), "MODS": modules, "LIMIT_S": str(limit_s), **env}
+        return run_script("run-hosted.sh", str(folder), str(out), env=env, timeout_s=limit_s + 120)
 
 
 def free_port() -> int:
@@ -134,14 +145,50 @@ def auth_lab() -> Lab:
     return _built(directory, {"KERNEL_META": "linux-image-6.12-amd64"})
 
 
-def _built(directory: Path, extra: dict[str, str]) -> Lab:
+@pytest.fixture(scope="session")
+def rdma_lab() -> Lab:
+    """A lab whose kernel has RoCEv2 in software; built here, because no other test needs it."""
+    path = _path_with({**PACKAGES, **RDMA_PROGRAMS})
+    abilities = subprocess.run(
+        ["qemu-system-x86_64", "-device", "help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    if "virtio-9p-pci" not in abilities.stdout:
+        missing("QEMU here is built without virtio-9p-pci, through which the guest sees this host's files")
+    directory = Path(os.environ.get("LAB_RDMA", Path(tempfile.gettempdir()) / "kvdev-lab-rdma"))
+    env = {
+        "LAB": str(directory),
+        "PATH": path,
+        "KERNEL_META": RDMA_KERNEL_META,
+        "EXTRA_MODS": RDMA_MODULES,
+        "BOTH_BINS": shutil.which("rdma", path=path) or "rdma",
+    }
+    done = subprocess.run(
+        ["sh", str(LAB_SCRIPTS / "mk-initramfs.sh")],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=BUILD_LIMIT_S,
+        check=False,
+    )
+    if done.returncode:
+        missing(f"no kernel with RoCEv2 to be had: {done.stderr.strip()[-300:]}")
+    return Lab(directory)
+
+
+def _path_with(programs: dict[str, str]) -> str:
+    """Skip where guests are not asked for or a program (name, package) is missing; the PATH that has them."""
     if not os.environ.get("KVDEV_INTEROP"):
         missing("guests take minutes: `make interop`, or set KVDEV_INTEROP=1")
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    absent = [name for name in PACKAGES if shutil.which(name, path=path) is None]
+    absent = [name for name in programs if shutil.which(name, path=path) is None]
     if absent:
-        packages = " ".join(PACKAGES[name] for name in absent)
+        packages = " ".join(programs[name] for name in absent)
         missing(f"no {', '.join(absent)} here: apt-get install --no-install-recommends {packages}")
+    return path
+
+
+def _built(directory: Path, extra: dict[str, str]) -> Lab:
+    path = _path_with(PACKAGES)
     if not (directory / "initiator.img").exists() and not IS_REQUIRED:
         missing(f"no guest images in {directory}: `make interop` builds them (it downloads a kernel package)")
     mdadm = shutil.which("mdadm", path=path) or "mdadm"
