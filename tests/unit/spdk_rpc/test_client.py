@@ -706,23 +706,21 @@ def test_secret_deep_in_the_parameters_is_blanked(connect: Connect, serve: Serve
 
 def test_asyncio_calls_overlap_and_a_slow_one_is_overtaken(serve: Serve) -> None:
     def reorder(peer: Peer) -> None:
-        slow = peer.request()
-        fast = peer.request()
+        slow, fast = sorted((peer.request(), peer.request()), key=lambda request: str(request["method"]))
         peer.send(reply_to(fast, "fast"))
+        peer.wait_for_release()
         peer.send(reply_to(slow, "slow"))
         peer.request()
 
-    async def run(path: str) -> None:
-        order: list[str] = []
-        async with AsyncClient(path) as client:
+    async def run(server: ScriptedServer) -> None:
+        async with AsyncClient(server.path) as client:
+            slow = asyncio.ensure_future(client.call("a", timeout_s=WAIT_S))
+            assert await client.call("b", timeout_s=WAIT_S) == "fast"
+            assert not slow.done()
+            server.released.set()
+            assert await slow == "slow"
 
-            async def call(method: str) -> None:
-                order.append(await client.call(method))
-
-            await asyncio.gather(call("a"), call("b"))
-        assert order == ["fast", "slow"]
-
-    asyncio.run(run(serve(reorder).path))
+    asyncio.run(run(serve(reorder)))
 
 
 def test_asyncio_timeout_of_one_call_leaves_the_others_on_its_connection_alone(serve: Serve) -> None:
