@@ -37,7 +37,7 @@ _DOMAIN_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?")
 _HOST_LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
-_KEY_OPTIONS = ("dhchap-key", "dhchap-ctrl-key")
+_KEY_OPTIONS = ("dhchap-key", "dhchap-ctrl-key", "tls-psk")
 
 # What must be escaped inside a part so that the separators of the forms above stay unambiguous.
 _SAFE_IN_NQN = "/:.-_~!$'()*+;=@&"
@@ -150,6 +150,7 @@ class TcpUri:
     data_digest: DigestPolicy | None = None
     dhchap_key: KeySource | None = None
     dhchap_ctrl_key: KeySource | None = None
+    tls_psk: KeySource | None = None
 
     @property
     def address(self) -> TcpAddress:
@@ -163,7 +164,8 @@ class TcpUri:
             options.append(f"hdgst={self.header_digest.value}")
         if self.data_digest is not None:
             options.append(f"ddgst={self.data_digest.value}")
-        for name, source in (("dhchap-key", self.dhchap_key), ("dhchap-ctrl-key", self.dhchap_ctrl_key)):
+        sources = (self.dhchap_key, self.dhchap_ctrl_key, self.tls_psk)
+        for name, source in zip(_KEY_OPTIONS, sources, strict=True):
             if source is not None:
                 options.append(f"{name}={quote(str(source), safe=_SAFE_IN_KEY)}")
         options += [f"path={address}" for address in self.addresses[1:]]
@@ -438,8 +440,8 @@ def _parse_tcp(text: str, rest: str) -> TcpUri:
             continue
         if name not in ("nsid", "hdgst", "ddgst", *_KEY_OPTIONS):
             raise UsageError(
-                f"uri: option {name!r}: expected nsid=, hdgst=, ddgst=, dhchap-key=, dhchap-ctrl-key= or path= "
-                f"in {text!r}"
+                f"uri: option {name!r}: expected nsid=, hdgst=, ddgst=, dhchap-key=, dhchap-ctrl-key=, tls-psk= "
+                f"or path= in {text!r}"
             )
         if name in given:
             raise UsageError(f"uri: option {name!r} is given twice in {text!r}")
@@ -452,6 +454,7 @@ def _parse_tcp(text: str, rest: str) -> TcpUri:
         data_digest=_parse_policy("ddgst", given["ddgst"]) if "ddgst" in given else None,
         dhchap_key=_parse_key("dhchap-key", given),
         dhchap_ctrl_key=_parse_key("dhchap-ctrl-key", given),
+        tls_psk=_parse_key("tls-psk", given),
     )
 
 

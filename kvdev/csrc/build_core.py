@@ -52,6 +52,7 @@ ffibuilder.set_source(
     extra_compile_args=compile_flags(),
     extra_link_args=[
         "-pthread",
+        "-ldl",
         *(["-fsanitize=address,undefined"] if os.environ.get("KVDEV_SANITIZE") else []),
     ],
     py_limited_api=True,

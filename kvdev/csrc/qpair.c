@@ -90,6 +90,8 @@ struct kvdev_qpair {
     struct kvdev_qpair_fault fault;
     struct kvdev_qpair_info counters; /* only its counter fields are kept up to date */
     int fd;
+    struct kvdev_tls_context *tls_context;
+    struct kvdev_tls_link *tls; /* fd is then the near end of a pump */
     uint32_t state;
     int is_ic_done;
     int is_draining;      /* dead, H2CTermReq sent, waiting for the controller to close */
@@ -257,6 +259,7 @@ void kvdev_qpair_destroy(struct kvdev_qpair *qp)
     }
     kvdev_qpair_close(qp);
     kvdev_qpair_destroy(qp->admin);
+    kvdev_tls_link_put(qp->tls);
     free(qp->requests);
     free(qp->free_ring);
     free(qp->tx);
@@ -1044,6 +1047,19 @@ static int ic_exchange(struct kvdev_qpair *qp, uint64_t deadline)
     return digests_check(qp);
 }
 
+void kvdev_qpair_tls_set(struct kvdev_qpair *qp, struct kvdev_tls_context *context)
+{
+    qp->tls_context = context;
+}
+
+int kvdev_qpair_tls_read(struct kvdev_qpair *qp, struct kvdev_tls_info *ret)
+{
+    if (!qp->tls)
+        return -ENOENT;
+    kvdev_tls_link_read(qp->tls, ret);
+    return 0;
+}
+
 int kvdev_qpair_connect(struct kvdev_qpair *qp, const char *address, uint16_t port, uint64_t timeout_ns)
 {
     if (qp->state != KVDEV_QPAIR_IDLE || qp->fd >= 0)
@@ -1057,6 +1073,8 @@ int kvdev_qpair_connect(struct kvdev_qpair *qp, const char *address, uint16_t po
         return -EINVAL;
     int error = socket_open(qp, info, deadline);
     freeaddrinfo(info);
+    if (!error && qp->tls_context)
+        error = kvdev_tls_start(qp->tls_context, qp->fd, &qp->fd, &qp->tls);
     if (error) {
         uint32_t kind = error == -ETIMEDOUT   ? KVDEV_FAULT_TIMEOUT
                         : error == -ECANCELED ? KVDEV_FAULT_LOCAL

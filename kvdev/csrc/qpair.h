@@ -13,6 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "tls.h"
 #include "pdu.h"
 
 /* cdef begin */
@@ -100,6 +101,10 @@ int kvdev_qpair_create(const struct kvdev_qpair_params *params, struct kvdev_qpa
  * 0, or the -errno of the fault: -ECONNREFUSED..., -ETIMEDOUT, -EPROTO (peer broke a rule),
  * -ENOPROTOOPT (required digest refused). After a failure only fault, info and destroy are of use. */
 int kvdev_qpair_connect(struct kvdev_qpair *qp, const char *address, uint16_t port, uint64_t timeout_ns);
+/* Before connect: let it go over TLS. The context is needed until connect returns. */
+void kvdev_qpair_tls_set(struct kvdev_qpair *qp, struct kvdev_tls_context *context);
+/* -ENOENT without TLS. */
+int kvdev_qpair_tls_read(struct kvdev_qpair *qp, struct kvdev_tls_info *ret);
 
 /* One synchronous command: the queue pair must not be in a queue or with the admin thread. sqe is the
  * 64-byte command; CID, PSDT and SGL1 are filled in here. data[0..len) belongs to the call;

@@ -424,7 +424,7 @@ int kvdev_target_set_transport(struct kvdev_target *target, const struct kvdev_t
 
 /* ---- listeners ---- */
 
-int kvdev_target_listener_add(struct kvdev_target *target, int fd, uint32_t *ret_id)
+int kvdev_target_listener_add(struct kvdev_target *target, int fd, struct kvdev_tls_context *tls, uint32_t *ret_id)
 {
     int err = -ENOSPC;
     pthread_mutex_lock(&target->lock);
@@ -432,7 +432,7 @@ int kvdev_target_listener_add(struct kvdev_target *target, int fd, uint32_t *ret
         struct listener *listener = &target->listeners[slot];
         if (listener->id)
             continue;
-        *listener = (struct listener){ .fd = fd, .id = ++target->listener_id_next };
+        *listener = (struct listener){ .fd = fd, .id = ++target->listener_id_next, .tls = tls };
         *ret_id = listener->id;
         struct epoll_event event = { .events = EPOLLIN, .data.u64 = EPOLL_TAG_LISTENER + 16 * (uint64_t)slot };
         err = epoll_ctl(target->pollers[0].epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0 ? 0 : -errno;
@@ -801,6 +801,11 @@ static void event_of_request(const struct request *request, struct kvdev_target_
     event->listener = connection->listener_id;
     event->controller = connection->controller_number;
     event->qid = connection->qid;
+    if (connection->tls) {
+        struct kvdev_tls_info info;
+        kvdev_tls_link_read(connection->tls, &info);
+        event->tls_tag = info.tag;
+    }
     memcpy(event->sqe, request->raw_sqe, sizeof(event->sqe));
 }
 

@@ -17,6 +17,7 @@
 #include <stdint.h>
 
 #include "bdev.h"
+#include "tls.h"
 
 /* cdef begin */
 #define KVDEV_TARGET_STAGE_BYTES 16384
@@ -73,6 +74,7 @@ struct kvdev_target_event {
     uint8_t type;
     uint8_t reserved;
     uint32_t fault_fes;            /* CLOSED with -EPROTO */
+    uint32_t tls_tag;              /* of the key the connection came in with; 0 without TLS */
     uint8_t sqe[64];
     char fault_text[120];
 };
@@ -128,7 +130,7 @@ int kvdev_target_destroy(struct kvdev_target *target, uint64_t timeout_ns);
 int kvdev_target_set_transport(struct kvdev_target *target, const struct kvdev_target_transport *transport);
 
 /* A bound, listening, non-blocking socket; the target owns the descriptor on success. Ids are not used again. */
-int kvdev_target_listener_add(struct kvdev_target *target, int fd, uint32_t *ret_id);
+int kvdev_target_listener_add(struct kvdev_target *target, int fd, struct kvdev_tls_context *tls, uint32_t *ret_id);
 /* Stop accepting and end the connections that came in through it; returns when the socket is closed. */
 int kvdev_target_listener_remove(struct kvdev_target *target, uint32_t id, uint64_t timeout_ns);
 

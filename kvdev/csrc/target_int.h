@@ -175,6 +175,7 @@ struct connection {
     struct connection *next_dirty;
     struct connection *next_event; /* CLOSED events on the control queue; handed-over ones in an inbox */
     int fd;
+    struct kvdev_tls_link *tls; /* fd is then the near end of a pump */
     uint32_t number;
     uint32_t slot;
     uint32_t listener_id;
@@ -226,6 +227,7 @@ struct listener {
     uint32_t id; /* 0: free slot */
     uint8_t is_closing;
     uint8_t is_paused; /* out of descriptors: tried again at the next tick */
+    struct kvdev_tls_context *tls; /* NULL: plain TCP */
 };
 
 struct poller {

@@ -140,6 +140,12 @@ static void connection_detach(struct connection *connection, int reason, const s
     event->qid = connection->qid;
     event->reason = reason;
     event->arrival_ns = target_now_ns();
+    if (connection->tls) {
+        struct kvdev_tls_info info;
+        kvdev_tls_link_read(connection->tls, &info);
+        if (!info.tag) /* later, how a connection under TLS ends is no more than its end */
+            memcpy(event->fault_text, info.error, sizeof event->fault_text);
+    }
     if (fault) {
         event->fault_fes = fault->fes;
         kvdev_pdu_fault_text(fault, event->fault_text, sizeof(event->fault_text));
@@ -250,6 +256,7 @@ static void connections_reap(struct poller *poller)
         pthread_mutex_lock(&target->lock);
         target->connections[connection->slot] = NULL;
         pthread_mutex_unlock(&target->lock);
+        kvdev_tls_link_put(connection->tls);
         munmap(connection, connection->map_bytes);
     }
 }
@@ -563,6 +570,16 @@ static struct connection *connection_accepted(struct kvdev_target *target, int f
     return connection;
 }
 
+/* It was never shown to a poller. */
+static void connection_unslot(struct connection *connection)
+{
+    struct kvdev_target *target = connection->target;
+    pthread_mutex_lock(&target->lock);
+    target->connections[connection->slot] = NULL;
+    pthread_mutex_unlock(&target->lock);
+    munmap(connection, connection->map_bytes);
+}
+
 static void connection_hand_over(struct kvdev_target *target, struct poller *here, struct connection *connection)
 {
     struct poller *poller = &target->pollers[target->poller_next++ % target->opts.poller_count];
@@ -605,6 +622,10 @@ static void listeners_accept(struct poller *poller, uint32_t slot)
         int on = 1;
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
         struct connection *connection = connection_accepted(target, fd, listener.id);
+        if (connection && listener.tls && kvdev_tls_start(listener.tls, fd, &connection->fd, &connection->tls)) {
+            connection_unslot(connection);
+            connection = NULL;
+        }
         if (!connection) {
             stat_add(&poller->refused_count, 1);
             close(fd);

@@ -11,6 +11,7 @@ Threads: connect, attach and close from one thread at a time; admin commands fro
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from kvdev.initiator.failure import connect_refused, with_remedy
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.options import ControllerOptions
 from kvdev.initiator.resolve import resolve
+from kvdev.initiator.secure import IDENTITY_VERSIONS, SecureTransport, TlsHandshakeError
 from kvdev.native.admin import AdminThread
 from kvdev.native.queue import Completion, HostQpair, HostQueue
 from kvdev.uri import DISCOVERY_NQN, TcpAddress, TcpUri
@@ -128,6 +130,7 @@ class Controller:
         self._authenticator = HostAuthenticator(
             host_nqn=host.host_nqn, subnqn=uri.subnqn, options=options, address=address
         )
+        self._secure: SecureTransport | None = None
         self._is_closed = False
         self._token: CancelToken | None = None
         # Never set: a pause between two looks at CSTS, with a bound.
@@ -181,7 +184,11 @@ class Controller:
         deadline: Deadline,
     ) -> Controller:
         failure: TransportError | None = None
-        for numeric in resolve(address, deadline=sooner(deadline, options.connect_timeout_s)):
+        versions = (None,) if options.tls_psk is None else IDENTITY_VERSIONS
+        found = resolve(address, deadline=sooner(deadline, options.connect_timeout_s))
+        for numeric, version in itertools.product(found, versions):
+            if version != versions[0] and not _is_tls(failure):
+                continue
             qpair = HostQpair(
                 qid=0,
                 queue_size=ADMIN_QUEUE_SIZE,
@@ -202,16 +209,32 @@ class Controller:
             try:
                 if token is not None:
                     token.watch(channel)
+                controller._secure_with(admin, version)
                 controller._establish(admin, deadline)
                 return controller
             except TransportError as error:
-                channel.close()
-                failure = failure or error
+                controller.abandon()
+                if failure is None or (_is_tls(failure) and not _is_tls(error)):
+                    failure = error
             except BaseException:
-                channel.close()
+                controller.abandon()
                 raise
         assert failure is not None, "a name resolves to one address at least"
         raise failure
+
+    def _secure_with(self, admin: AdminThread, version: int | None) -> None:
+        """Read the key of TLS, for all connections of this association; None: plain TCP."""
+        source = self.options.tls_psk
+        if source is None or version is None:
+            return
+        self._secure = SecureTransport(
+            source,
+            version=version,
+            host_nqn=self.host.host_nqn,
+            subnqn=self.uri.subnqn,
+            address=self.address,
+            admin=admin,
+        )
 
     def _establish(self, admin: AdminThread, deadline: Deadline) -> None:
         """Connection, Connect, enable, Identify, keep alive, queue count: an association ready for use."""
@@ -233,10 +256,13 @@ class Controller:
     def _connect_qpair(self, qpair: HostQpair, *, sqsize_0based: int, deadline: Deadline) -> None:
         """TCP, ICReq/ICResp and the Connect command of one queue pair; sets CNTLID on the admin queue."""
         limit = sooner(deadline, self.options.connect_timeout_s)
+        if self._secure is not None:
+            self._secure.protect(qpair)
         try:
             qpair.connect(self._numeric_address, self.address.port, deadline=limit)
         except KvdevError as error:
-            raise with_remedy(error, address=self.address) from error
+            found = error if self._secure is None else self._secure.explain(error, qpair)
+            raise with_remedy(found, address=self.address) from error
         is_admin = qpair.qid == 0
         flow_off = self.options.disable_sq_flow_control and not is_admin
         command = ConnectCommand(
@@ -684,6 +710,8 @@ class Controller:
                 self._close_io_qpairs()
             finally:
                 self.channel.close()
+                if self._secure is not None:
+                    self._secure.close()
 
     def abandon(self) -> None:
         """Close all connections at once, without a word to the controller; closing twice does nothing."""
@@ -692,6 +720,8 @@ class Controller:
             self._close_io_qpairs()
         finally:
             self.channel.close()
+            if self._secure is not None:
+                self._secure.close()
 
     def reset(self, deadline: Deadline) -> None:
         """Stop the controller over its admin queue (Base 3.7.2): on return it executes nothing any more."""
@@ -732,6 +762,10 @@ class Controller:
         self.close()
 
 
+def _is_tls(error: TransportError | None) -> bool:
+    return isinstance(error, TlsHandshakeError)
+
+
 def _merge(uri: TcpUri, options: ControllerOptions) -> ControllerOptions:
     """The options with the URI's digest policies and secrets, which win."""
     return dataclasses.replace(
@@ -740,4 +774,5 @@ def _merge(uri: TcpUri, options: ControllerOptions) -> ControllerOptions:
         data_digest=uri.data_digest or options.data_digest,
         dhchap_key=uri.dhchap_key or options.dhchap_key,
         dhchap_ctrl_key=uri.dhchap_ctrl_key or options.dhchap_ctrl_key,
+        tls_psk=uri.tls_psk or options.tls_psk,
     )

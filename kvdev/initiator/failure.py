@@ -65,12 +65,13 @@ def with_remedy(error: KvdevError, *, address: TcpAddress) -> KvdevError:
         )
     if isinstance(error, ConnectError):
         number = error.errno or 0
+        unlike = f"is it an NVMe/TCP target that listens on {address}? if it demands TLS, name the key with tls-psk="
         remedies = {
             errno.ECONNREFUSED: f"is the target listening on {address}?",
             errno.EHOSTUNREACH: f"check the address {address} and the route to it",
             errno.ENETUNREACH: f"check the address {address} and the route to it",
-            errno.ECONNRESET: f"is it an NVMe/TCP target that listens on {address}?",
-            errno.ENOTCONN: f"is it an NVMe/TCP target that listens on {address}?",
+            errno.ECONNRESET: unlike,
+            errno.ENOTCONN: unlike,
         }
         if number in remedies:
             return ConnectError(f"{error}; {remedies[number]}", errno=number, trid=error.trid)

@@ -56,7 +56,8 @@ class ControllerOptions:
 
     ``dhchap_key`` is where this host's secret is kept, ``dhchap_ctrl_key`` the subsystem's: with the latter a
     controller that does not prove to have it is refused. Both are read at each connect. ``dhchap_digests`` and
-    ``dhchap_dhgroups`` are what this host agrees to, in its order of preference.
+    ``dhchap_dhgroups`` are what this host agrees to, in its order of preference. ``tls_psk`` is where the key
+    of TLS is kept: with it connections are encrypted, or not made.
     """
 
     kato_ms: int = 10_000
@@ -82,6 +83,7 @@ class ControllerOptions:
     is_cache_shared: bool = True
     dhchap_key: KeySource | None = None
     dhchap_ctrl_key: KeySource | None = None
+    tls_psk: KeySource | None = None
     dhchap_digests: tuple[HashId, ...] = HASHES_DEFAULT
     dhchap_dhgroups: tuple[DhGroupId, ...] = DH_GROUPS_DEFAULT
 

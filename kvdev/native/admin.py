@@ -29,6 +29,7 @@ from kvdev.native.queue import (
     fault_from_core,
     info_from_core,
 )
+from kvdev.native.tls import TlsPump
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class AdminThread:
         if code:
             raise MemoryError(f"admin thread: {os.strerror(-code)}")
         self.raw: Any = ffi.gc(out[0], lib.kvdev_admin_destroy)
+        self._pump: TlsPump | None = None
+        self._pump_lock = threading.Lock()
         self._handles: dict[int, AdminQpair] = {}
 
     def adopt(self, qpair: HostQpair, *, keep_alive_ms: int) -> AdminQpair:
@@ -92,12 +95,24 @@ class AdminThread:
     def forget(self, handle: int) -> None:
         self._handles.pop(handle, None)
 
+    @property
+    def tls_pump(self) -> TlsPump:
+        """What encrypts for the connections of this host, made on first use. Raises UnsupportedError."""
+        with self._pump_lock:
+            if self._pump is None:
+                self._pump = TlsPump()
+            return self._pump
+
     def close(self) -> None:
         """Stop the thread; queue pairs still adopted are given back. Closing twice does nothing."""
         if self.raw is None:
             return
         for adopted in list(self._handles.values()):
             adopted.release()
+        with self._pump_lock:
+            pump, self._pump = self._pump, None
+        if pump is not None:
+            pump.close()
         raw, self.raw = self.raw, None
         ffi.release(raw)
 

@@ -47,6 +47,8 @@ from kvdev.native.io import (
     IoDoneArray,
     address_of,
 )
+from kvdev.native.tls import TlsHost, TlsInfo
+from kvdev.native.tls import info_from_core as tls_info_from_core
 
 POLL_COUNT_MAX = 4096
 """Completions one poll returns unless the caller says otherwise: bounds the array it allocates."""
@@ -404,6 +406,7 @@ class HostQpair:
             raise MemoryError(f"qpair {qid}: {os.strerror(-code)}")
         self.raw: Any = ffi.gc(out[0], lib.kvdev_qpair_destroy)
         self._life_lock = threading.Lock()
+        self._tls: TlsHost | None = None
         self.qid = qid
         self.queue_size = queue_size
         self.trid = trid
@@ -421,6 +424,20 @@ class HostQpair:
             raise UsageError(
                 f"{self.where}: {operation}: expected a queue pair nobody drives, got one in use"
             )
+
+    def set_tls(self, tls: TlsHost) -> None:
+        """Let ``connect`` go over TLS with this key; to be called once, before it."""
+        self._check_mine("set_tls")
+        self._tls = tls
+        lib.kvdev_qpair_tls_set(self.raw, tls.raw)
+
+    @property
+    def tls_info(self) -> TlsInfo | None:
+        """How the TLS below it stands; None without TLS."""
+        raw = ffi.new("struct kvdev_tls_info *")
+        if self.raw is None or lib.kvdev_qpair_tls_read(self.raw, raw):
+            return None
+        return tls_info_from_core(raw)
 
     def connect(self, address: str, port: int, *, deadline: Deadline) -> None:
         """TCP connect and ICReq/ICResp; blocks until done or the deadline ends.

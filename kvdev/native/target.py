@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from kvdev._core import ffi, lib
 from kvdev.errors import CapacityError, DeadlineError, UsageError
+from kvdev.native.tls import TlsListener
 
 STAGE_SIZE_BYTES: Final = int(lib.KVDEV_TARGET_STAGE_BYTES)
 IN_CAPSULE_SIZE_BYTES_MAX: Final = int(lib.KVDEV_TARGET_IN_CAPSULE_MAX)
@@ -374,6 +375,8 @@ class CapsuleEvent:
     data: bytes
     data_room: int
     data_address: int
+    tls_tag: int = 0
+    """Of the key that the connection came in with; 0 without TLS."""
 
 
 @dataclass(frozen=True)
@@ -469,10 +472,11 @@ class TargetCore:
         if lib.kvdev_target_set_transport(self._pointer, wire) != 0:
             raise UsageError(f"transport: a limit is outside of what the target serves: {transport}")
 
-    def add_listener(self, fd: int) -> int:
+    def add_listener(self, fd: int, *, tls: TlsListener | None = None) -> int:
         """Accept from a bound, listening, non-blocking socket; the core owns ``fd`` from here on."""
         out = ffi.new("uint32_t *")
-        _check(lib.kvdev_target_listener_add(self._pointer, fd, out), "add listener")
+        tls_pointer = tls.raw if tls is not None else ffi.NULL
+        _check(lib.kvdev_target_listener_add(self._pointer, fd, tls_pointer, out), "add listener")
         return int(out[0])
 
     def remove_listener(self, listener: int, *, timeout_s: float) -> None:
@@ -578,6 +582,7 @@ class TargetCore:
             data=data,
             data_room=event.data_room,
             data_address=event.data_addr,
+            tls_tag=event.tls_tag,
         )
 
     def control_wake(self) -> None:

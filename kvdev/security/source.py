@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvdev.errors import UsageError
 from kvdev.security.keyring import read_keyring
+from kvdev.security.psk import TlsPsk
 from kvdev.security.secret import DhchapSecret
 from kvdev.uri import KeySource
 
@@ -34,6 +35,11 @@ def read_text(source: KeySource, *, field: str) -> str:
 def read_secret(source: KeySource, *, field: str) -> DhchapSecret:
     """The DH-HMAC-CHAP secret that is kept there."""
     return DhchapSecret.parse(read_text(source, field=field), where=f"{field}: {source}")
+
+
+def read_tls_psk(source: KeySource, *, field: str) -> TlsPsk:
+    """The key of TLS that is kept there."""
+    return TlsPsk.parse(read_text(source, field=field), where=f"{field}: {source}")
 
 
 def read_key_file(path: str, *, field: str) -> bytes:

@@ -251,6 +251,8 @@ class Subsystem:
     host_keys: Mapping[str, HostKeys] = field(default_factory=lambda: MappingProxyType({}))
     """By host NQN; hosts without keys are left out."""
     listeners: tuple[ListenAddress, ...] = ()
+    secure_listeners: frozenset[ListenAddress] = frozenset()
+    """Those of the listeners that demand TLS."""
     namespaces: Mapping[int, NamespaceEntry] = field(default_factory=lambda: MappingProxyType({}))
     ana_states: Mapping[tuple[ListenAddress, int], AnaState] = field(
         default_factory=lambda: MappingProxyType({})
@@ -376,8 +378,11 @@ class TargetBackend(Protocol):
     def create_transport(self, transport: Transport) -> None:
         """The transport exists from now on; its limits hold for queue pairs accepted later."""
 
-    def start_listener(self, address: str, port: int) -> tuple[str, int]:
-        """Listen; port 0 means any free one. Returns the bound address and port. Raises OSError."""
+    def start_listener(self, address: str, port: int, *, is_secure: bool = False) -> tuple[str, int]:
+        """Listen; port 0 means any free one. Returns the bound address and port. Raises OSError.
+
+        ``is_secure``: TLS with the keys of the hosts, and nothing without.
+        """
 
     def stop_listener(self, address: str, port: int) -> None:
         """Stop accepting there and end the queue pairs that came in through it."""
@@ -605,6 +610,7 @@ class TargetModel:
         self._claims: dict[str, _Claim] = {}
         self._raids: dict[str, RaidState] = {}
         self._listener_users: dict[ListenAddress, set[str]] = {}
+        self._secure: set[ListenAddress] = set()
         self._events: deque[Event] = deque(maxlen=EVENT_COUNT_LIMIT)
         self._event_count = 0
         self._auto_name_count = 0
@@ -1173,8 +1179,11 @@ class TargetModel:
 
     # Listeners and hosts.
 
-    def add_listener(self, nqn: str, *, address: str, port: int) -> ListenAddress:
-        """Listen for a subsystem; port 0 is any free port, and the real one is stored."""
+    def add_listener(self, nqn: str, *, address: str, port: int, is_secure: bool = False) -> ListenAddress:
+        """Listen for a subsystem; port 0 is any free port, and the real one is stored.
+
+        With ``is_secure`` hosts need TLS there, for every subsystem that listens on that address.
+        """
         subsystem = self.find_subsystem(nqn)
         if self._transport is None:
             raise invalid_params("listen_address.trtype: no TCP transport: call nvmf_create_transport first")
@@ -1185,15 +1194,25 @@ class TargetModel:
         wanted = ListenAddress(address, port)
         if wanted in subsystem.listeners:
             raise invalid_params(f"listen_address: {address}:{port} is a listener of it")
+        if wanted in self._listener_users and is_secure != (wanted in self._secure):
+            raise invalid_params(
+                f"secure_channel: {address}:{port} listens {'without' if is_secure else 'with'} TLS for another "
+                f"subsystem: take another port"
+            )
         if wanted not in self._listener_users:
             try:
-                wanted = ListenAddress(*self._backend.start_listener(address, port))
+                wanted = ListenAddress(*self._backend.start_listener(address, port, is_secure=is_secure))
             except OSError as error:
                 reason = error.strerror or str(error)
                 raise invalid_params(f"listen_address: {address}:{port}: {reason}") from error
             self._listener_users[wanted] = set()
+            if is_secure:
+                self._secure.add(wanted)
         self._listener_users[wanted].add(nqn)
-        self._replace_subsystem(replace(subsystem, listeners=(*subsystem.listeners, wanted)))
+        secure = subsystem.secure_listeners | ({wanted} if is_secure else frozenset())
+        self._replace_subsystem(
+            replace(subsystem, listeners=(*subsystem.listeners, wanted), secure_listeners=secure)
+        )
         self._backend.subsystem_changed(nqn)
         return wanted
 
@@ -1203,7 +1222,8 @@ class TargetModel:
         if listener not in subsystem.listeners:
             raise invalid_params(f"listen_address: {address}:{port} is no listener of it")
         kept = tuple(other for other in subsystem.listeners if other != listener)
-        self._replace_subsystem(replace(subsystem, listeners=kept))
+        secure = subsystem.secure_listeners - {listener}
+        self._replace_subsystem(replace(subsystem, listeners=kept, secure_listeners=secure))
         self._backend.subsystem_changed(nqn)
         self._release_listener(nqn, listener)
 
@@ -1231,6 +1251,7 @@ class TargetModel:
         users.discard(nqn)
         if not users:
             del self._listener_users[listener]
+            self._secure.discard(listener)
             self._backend.stop_listener(listener.address, listener.port)
 
     def add_host(self, nqn: str, host_nqn: str, keys: HostKeys = NO_KEYS) -> None:

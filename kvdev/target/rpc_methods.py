@@ -982,11 +982,9 @@ class RpcMethods:
         del placement  # sock_impl and numa_id: there is one kind of socket here, on any node.
         self._model.find_subsystem(nqn)
         address, port = _parse_listen_address(listen_address)
-        if secure_channel:
-            raise m.invalid_params("secure_channel: TLS is not supported here")
         if ana_state != "optimized" and not self._model.find_subsystem(nqn).ana_reporting:
             raise m.invalid_params(f"ana_state: {nqn} was created without ana_reporting")
-        where = self._model.add_listener(nqn, address=address, port=port)
+        where = self._model.add_listener(nqn, address=address, port=port, is_secure=secure_channel)
         if ana_state != "optimized":
             self._model.set_ana_state(
                 nqn, address=where.address, port=where.port, state=_ANA_STATES[ana_state]
@@ -1021,11 +1019,8 @@ class RpcMethods:
         dhchap_ctrlr_key: str | None = None,
     ) -> Result:
         self._model.find_subsystem(nqn)
-        if psk is not None:
-            raise m.invalid_params("psk: TLS is not supported here")
-        self._model.add_host(
-            nqn, host, self._host_keys(dhchap_key=dhchap_key, dhchap_ctrlr_key=dhchap_ctrlr_key)
-        )
+        keys = self._host_keys(psk=psk, dhchap_key=dhchap_key, dhchap_ctrlr_key=dhchap_ctrlr_key)
+        self._model.add_host(nqn, host, keys)
         return True
 
     def _nvmf_subsystem_set_keys(
@@ -1125,7 +1120,7 @@ class RpcMethods:
                 params = {
                     "nqn": subsystem.nqn,
                     "listen_address": _listener_json(listener),
-                    "secure_channel": False,
+                    "secure_channel": listener in subsystem.secure_listeners,
                 }
                 calls.append({"method": "nvmf_subsystem_add_listener", "params": params})
                 calls += _ana_config(subsystem, listener)

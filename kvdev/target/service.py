@@ -64,6 +64,7 @@ from kvdev.target.model import (
 )
 from kvdev.target.ptpl import PtplError
 from kvdev.target.reservation_desk import ReservationDesk
+from kvdev.target.secure import SecureListeners
 from kvdev.units import MIB, is_power_of_two
 from kvdev.wire.auth import DhGroupId, HashId, is_auth_command
 from kvdev.wire.fabrics import (
@@ -76,6 +77,7 @@ from kvdev.wire.fabrics import (
 )
 from kvdev.wire.layout import WireError
 from kvdev.wire.log import (
+    SECTYPE_TLS13,
     TREQ_AUTHENTICATION,
     AddressFamily,
     DiscoveryEntry,
@@ -195,6 +197,7 @@ class TargetService:
         self._lock = threading.RLock()
         self._core_or_none: TargetCore | None = None
         self._auth_or_none: Authenticator | None = None
+        self._secure: SecureListeners | None = None
         self._view: TargetView | None = None
         self._transport = Transport()
         self._bdevs: dict[int, NativeBdev] = {}
@@ -263,6 +266,9 @@ class TargetService:
         self._thread = None
         self._core_or_none = None
         core.close(timeout_s=max(deadline.remaining_s(), 0.1))
+        if self._secure is not None:
+            self._secure.close()
+            self._secure = None
         for handle in sorted(self._bdevs, reverse=True):  # a raid0 was opened after its members
             self._bdevs.pop(handle).close()
         self._listeners.clear()
@@ -460,7 +466,7 @@ class TargetService:
         with self._lock:
             self._transport = transport
 
-    def start_listener(self, address: str, port: int) -> tuple[str, int]:
+    def start_listener(self, address: str, port: int, *, is_secure: bool = False) -> tuple[str, int]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -476,9 +482,10 @@ class TargetService:
             where = ListenAddress(address, int(bound[1]))
             with self._lock:
                 # Under the lock: a connection may come in before the listener's address is known.
+                tls = self._secure_listeners_locked().listener if is_secure else None
                 fd = os.dup(listening.fileno())
                 try:
-                    core_id = self._core.add_listener(fd)
+                    core_id = self._core.add_listener(fd, tls=tls)
                 except OSError:
                     os.close(fd)
                     raise
@@ -486,6 +493,17 @@ class TargetService:
                 self._listener_addresses[core_id] = where
                 self._discovery_changed_locked()
         return where.address, where.port
+
+    def _secure_listeners_locked(self) -> SecureListeners:
+        """Made when first needed. Raises OSError."""
+        if self._secure is None:
+            self._secure = SecureListeners()
+            self._update_keys_locked()
+        return self._secure
+
+    def _update_keys_locked(self) -> None:
+        if self._secure is not None and self._view is not None:
+            self._secure.update(self._view.subsystems())
 
     def stop_listener(self, address: str, port: int) -> None:
         with self._lock:
@@ -509,6 +527,7 @@ class TargetService:
 
     def subsystem_removed(self, nqn: str) -> None:
         with self._lock:
+            self._update_keys_locked()
             state = self._subsystems.pop(nqn)
             nsids = sorted(state.namespaces)
             for controller in list(state.controllers.values()):
@@ -526,6 +545,7 @@ class TargetService:
             state = self._subsystems.get(nqn)
             if subsystem is None or state is None:
                 return
+            self._update_keys_locked()
             for controller in list(state.controllers.values()):
                 where = controller.listen
                 if not subsystem.is_host_allowed(controller.host_nqn):
@@ -743,11 +763,13 @@ class TargetService:
             for where in subsystem.listeners:
                 # A wildcard address says nothing to a host: it gets the one it came to.
                 address = local if where.address in ("0.0.0.0", "::") else where.address
+                is_secure = where in subsystem.secure_listeners
                 entries.append(
                     DiscoveryEntry(
                         adrfam=AddressFamily.IPV6 if ":" in address else AddressFamily.IPV4,
-                        # Secure channel not required, SQ flow control may be disabled.
-                        treq=2 << 0 | 1 << 2 | (TREQ_AUTHENTICATION if has_key else 0),
+                        # Secure channel required (1) or not (2), SQ flow control may be disabled.
+                        treq=(1 if is_secure else 2) | 1 << 2 | (TREQ_AUTHENTICATION if has_key else 0),
+                        tsas=bytes((SECTYPE_TLS13 if is_secure else 0,)).ljust(256, b"\0"),
                         portid=ports.get(where, 0),
                         asqsz=self._transport.max_aq_depth,
                         trsvcid=str(where.port),
@@ -951,6 +973,10 @@ class TargetService:
             return refused(FabricsStatus.CONNECT_INVALID_HOST)
         if not subsystem.is_host_allowed(data.hostnqn):
             return refused(FabricsStatus.CONNECT_INVALID_HOST)
+        if event.tls_tag:
+            peer = self._secure.peer(event.tls_tag) if self._secure is not None else None
+            if peer is None or not peer.may_connect(data.subnqn, data.hostnqn):
+                return refused(FabricsStatus.CONNECT_INVALID_HOST)
         if command.qid == 0:
             return self._connect_admin_locked(core, event, command, data, subsystem, state, where)
         return self._connect_io_locked(core, event, command, data, state)

@@ -107,8 +107,19 @@ class RawHost:
     """One connection. ``hdgst`` and ``ddgst`` are what the IC exchange agreed, after ``exchange_ic``."""
 
     def __init__(self, address: str, port: int, *, timeout_s: float = WAIT_LIMIT_S) -> None:
-        self.socket = socket.create_connection((address, port), timeout=timeout_s)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock = socket.create_connection((address, port), timeout=timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._begin(sock)
+
+    @classmethod
+    def over(cls, sock: socket.socket) -> RawHost:
+        """A host on a socket that leads to the target in some other way."""
+        host = cls.__new__(cls)
+        host._begin(sock)
+        return host
+
+    def _begin(self, sock: socket.socket) -> None:
+        self.socket = sock
         self.hdgst = False
         self.ddgst = False
         self.cpda = 0

@@ -215,7 +215,8 @@ class MemoryBackend:
     def create_transport(self, transport: Transport) -> None:
         self.log.append(("create_transport", transport.max_io_size))
 
-    def start_listener(self, address: str, port: int) -> tuple[str, int]:
+    def start_listener(self, address: str, port: int, *, is_secure: bool = False) -> tuple[str, int]:
+        del is_secure  # nobody answers there
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM)
         try:

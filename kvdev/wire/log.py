@@ -320,6 +320,8 @@ class SubsystemType(enum.IntEnum):
     CURRENT_DISCOVERY = 3
 
 
+SECTYPE_TLS13 = 2
+"""First byte of TSAS on TCP."""
 TREQ_AUTHENTICATION = 1 << 4
 """TASC 01b: hosts must authenticate, without a secure channel made of it (Base 2.1, figure 295)."""
 

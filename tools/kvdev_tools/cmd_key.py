@@ -9,10 +9,11 @@ import click
 from kvdev_tools.output import emit, fields, json_option
 
 if TYPE_CHECKING:
+    from kvdev.security.psk import TlsPsk
     from kvdev.security.secret import DhchapSecret
 
 _HASHES = {"none": 0, "sha256": 1, "sha384": 2, "sha512": 3}
-_KINDS = ("dhchap",)
+_KINDS = ("dhchap", "tls-psk")
 
 
 @click.group()
@@ -26,7 +27,7 @@ def key() -> None:
     type=click.Choice(_KINDS),
     default="dhchap",
     show_default=True,
-    help="A DH-HMAC-CHAP secret.",
+    help="A secret for DH-HMAC-CHAP, or a pre-shared key for TLS.",
 )
 @click.option(
     "--hash",
@@ -50,14 +51,21 @@ def generate(kind: str, hash_name: str, size: str | None, output: str, as_json: 
     Example:
       kvdev key generate --output /etc/kvdev/keys/host1
     """
+    from kvdev.errors import UsageError
+    from kvdev.security.psk import TlsPsk
     from kvdev.security.secret import DhchapSecret
     from kvdev.security.source import write_key_file
 
-    secret = DhchapSecret.generate(
-        size_bytes=None if size is None else int(size), transform=_HASHES[hash_name]
-    )
-    write_key_file(output, secret.text(), field="output")
-    _show(_facts(secret, place=f"file:{output}", kind=kind), as_json=as_json)
+    transform = _HASHES[hash_name]
+    made: DhchapSecret | TlsPsk
+    if kind == "dhchap":
+        made = DhchapSecret.generate(size_bytes=None if size is None else int(size), transform=transform)
+    else:
+        if size is not None or hash_name == "sha512":
+            raise UsageError("--kind tls-psk: expected --hash none, sha256 or sha384 and no --size")
+        made = TlsPsk.generate(transform=transform)
+    write_key_file(output, made.text(), field="output")
+    _show(_facts(made, place=f"file:{output}", kind=kind), as_json=as_json)
 
 
 @key.command()
@@ -73,16 +81,21 @@ def check(place: str, as_json: bool) -> None:
     """
     from pathlib import Path
 
-    from kvdev.security.source import read_secret
+    from kvdev.security.psk import PREFIX, TlsPsk
+    from kvdev.security.secret import DhchapSecret
+    from kvdev.security.source import read_text
     from kvdev.uri import parse_key_source, refuse_secret
 
     refuse_secret(place, field="place")
     is_path = not place.startswith(("file:", "keyring:"))
     source = parse_key_source(f"file:{Path(place).absolute()}" if is_path else place, field="place")
-    _show(_facts(read_secret(source, field="key"), place=str(source), kind="dhchap"), as_json=as_json)
+    text, where = read_text(source, field="key"), f"key: {source}"
+    is_tls = text.startswith(PREFIX)
+    found = TlsPsk.parse(text, where=where) if is_tls else DhchapSecret.parse(text, where=where)
+    _show(_facts(found, place=str(source), kind="tls-psk" if is_tls else "dhchap"), as_json=as_json)
 
 
-def _facts(secret: DhchapSecret, *, place: str, kind: str) -> dict[str, Any]:
+def _facts(secret: DhchapSecret | TlsPsk, *, place: str, kind: str) -> dict[str, Any]:
     names = {value: name for name, value in _HASHES.items()}
     return {
         "place": place,

@@ -42,8 +42,15 @@ def session_keys() -> dict[str, str]:
 
 
 def host_options(command: _Command) -> _Command:
-    """``--host-nqn`` and ``--host-id``; ``--dhchap-key`` and ``--dhchap-ctrl-key`` for ``make_session``."""
+    """``--host-nqn`` and ``--host-id``; the places of secrets are for ``make_session``."""
     for option in (
+        click.option(
+            "--tls-psk",
+            metavar="PLACE",
+            expose_value=False,
+            callback=_keep_key,
+            help="Where the key of TLS is kept; with it connections are encrypted, or not made.",
+        ),
         click.option(
             "--dhchap-ctrl-key",
             metavar="PLACE",
@@ -114,6 +121,7 @@ def make_session(
         admin_timeout_s=min(timeout_s, 10.0),
         dhchap_key=sources.get("dhchap_key"),
         dhchap_ctrl_key=sources.get("dhchap_ctrl_key"),
+        tls_psk=sources.get("tls_psk"),
     )
     host = (
         None

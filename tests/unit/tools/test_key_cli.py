@@ -106,3 +106,30 @@ def test_keys_given_to_a_command_are_used(
         )
         replay = ["replay", f"{volume}#kv", "--geometry", "small", "--requests", "2", *pool]
         assert run(replay) == 0
+
+
+def test_tls_keys_are_made_and_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t"
+    for hash_name, size in (("none", 32), ("sha256", 32), ("sha384", 48)):
+        path.unlink(missing_ok=True)
+        command = [
+            "key",
+            "generate",
+            "--kind",
+            "tls-psk",
+            "--hash",
+            hash_name,
+            "--output",
+            str(path),
+            "--json",
+        ]
+        assert run(command) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert (made["kind"], made["hash"], made["size_bytes"]) == ("tls-psk", hash_name, size)
+        assert run(["key", "check", str(path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == made
+    assert (
+        run(["key", "generate", "--kind", "tls-psk", "--hash", "sha512", "--output", str(tmp_path / "u")])
+        == 2
+    )
+    assert "--kind tls-psk" in capsys.readouterr().err
