@@ -34,6 +34,7 @@
 #define CID_NONE 0xffffffffu
 #define OPC_KEEP_ALIVE 0x18
 #define OPC_FABRICS 0x7f
+#define FCTYPE_AUTHENTICATION_RECEIVE 0x06
 #define STATUS_TRANSFER_ERROR 0x04    /* 00/04h Data Transfer Error */
 #define STATUS_TRANSIENT 0x22         /* 00/22h Transient Transport Error */
 #define NS_PER_S 1000000000ull
@@ -58,6 +59,7 @@ struct request {
     uint8_t opcode;
     uint8_t generation;
     uint8_t has_ddgst_error;
+    uint8_t may_be_short;
     uint16_t tx_items;    /* items of the send ring that name it */
     uint8_t cqe[KVDEV_CQE_BYTES];
     uint8_t inline_data[16];
@@ -358,7 +360,7 @@ static void request_complete(struct kvdev_qpair *qp, uint32_t slot, const uint8_
             kvdev_store_le16(req->cqe + 14, STATUS_TRANSIENT << 1);
             qp->counters.ddgst_errors++;
             error = -EIO;
-        } else if (!has_moved_all) {
+        } else if (!has_moved_all && !req->may_be_short) {
             kvdev_store_le16(req->cqe + 14, STATUS_TRANSFER_ERROR << 1);
             qp->counters.short_transfers++;
             error = -EIO;
@@ -506,6 +508,8 @@ static int start(struct kvdev_qpair *qp, const uint8_t *sqe, void *data, const u
     req->deadline_ns = deadline_ns ? deadline_ns : UINT64_MAX;
     req->send_ns = 0;
     req->opcode = sqe[0];
+    /* Base 2.1, 6.1: AL is room for a message whose length is in the message itself. */
+    req->may_be_short = sqe[0] == OPC_FABRICS && sqe[4] == FCTYPE_AUTHENTICATION_RECEIVE;
     req->has_ddgst_error = 0;
     req->tx_items = 1;
     req->state = REQUEST_QUEUED;

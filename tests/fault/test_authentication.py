@@ -507,6 +507,8 @@ class AuthScript(ControllerScript):
         self.received: list[AuthHeader] = []
         self.failures: list[int] = []
         self.send_status = 0
+        self.is_padded = True
+        """Whether it fills the host's room, as some targets do, or sends the message alone, as others."""
         self.chap = self._new_chap()
         self.answer = self._answer
 
@@ -538,7 +540,7 @@ class AuthScript(ControllerScript):
         spoilt = self.spoil(AuthHeader.parse(message), message)
         if spoilt is None:
             raise PeerClosedError("the script closes the connection")
-        connection.send_read(pdu, spoilt.ljust(4096, b"\0"))
+        connection.send_read(pdu, spoilt.ljust(4096, b"\0") if self.is_padded else spoilt)
         return True
 
 
@@ -554,8 +556,10 @@ def on_message(auth_id: AuthId, change: Callable[[bytes], bytes | None]) -> Spoi
     return lambda header, message: change(message) if header.auth_id == auth_id else message
 
 
-def test_host_connects_to_a_scripted_controller_that_does_it_right(keys: Keys) -> None:
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_host_connects_to_a_scripted_controller_that_does_it_right(keys: Keys, is_padded: bool) -> None:
     script = AuthScript()
+    script.is_padded = is_padded
     with ScriptedPeer(script) as peer, Session(host=HOST, options=both_ways(keys)) as kv:
         kv.open_device(f"tcp://{peer.address}:{peer.port}/{SUBNQN}?nsid=1")
     assert [each.auth_id for each in script.received] == [0, 2, 4] * 2

@@ -78,7 +78,12 @@ class Secure:
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     folder = tmp_path_factory.mktemp("keys")
-    texts = {"key": KEY, "long": LONG_KEY, "wrong": WRONG_KEY, "chap": DhchapSecret(bytes(range(9, 41)), 1)}
+    texts: dict[str, TlsPsk | DhchapSecret] = {
+        "key": KEY,
+        "long": LONG_KEY,
+        "wrong": WRONG_KEY,
+        "chap": DhchapSecret(bytes(range(9, 41)), 1),
+    }
     for name, secret in texts.items():
         write_key_file(str(folder / name), secret.text(), field="test")
     # Connections that say nothing are given up soon.
@@ -325,7 +330,9 @@ class Tunnel:
         command = [OPENSSL, "s_client", "-connect", f"127.0.0.1:{secure.port}", "-tls1_3", "-quiet"]
         command += ["-psk", made.psk.hex(), "-psk_identity", made.identity]
         command += ["-ciphersuites", "TLS_AES_128_GCM_SHA256"]
-        self._child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL)
+        self._child = subprocess.Popen(
+            command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL
+        )
         theirs.close()
         ours.settimeout(20)
         self.host = RawHost.over(ours)
