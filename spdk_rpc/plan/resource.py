@@ -90,8 +90,8 @@ class Id:
 class Resource:
     """A resource as it shall be, or as it is.
 
-    ``attributes`` are compared, those that are None are not. ``at_creation`` only matter when it is made: what
-    SPDK does not show afterwards, or may answer otherwise than asked.
+    ``attributes`` are compared, those that are None are not, but for keys: without one is without one.
+    ``at_creation`` only matter when it is made: what SPDK does not show afterwards, or may answer otherwise than asked.
     """
 
     id: Id
@@ -240,11 +240,12 @@ def is_removable(kind: Kind) -> bool:
 
 
 def changed_names(before: Resource, after: Resource) -> list[str]:
-    """The attributes in which two differ, as far as ``after`` says anything about them."""
+    """The attributes in which two differ, as far as ``after`` says anything about them; no key is none."""
     return [
         name
         for name, value in after.attributes.items()
-        if value is not None and not _is_same(after.id.kind, name, before.attributes, after.attributes)
+        if (value is not None or name in _KEY_NAMES)
+        and not _is_same(after.id.kind, name, before.attributes, after.attributes)
     ]
 
 

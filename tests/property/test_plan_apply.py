@@ -77,6 +77,15 @@ def block_size_of(bdev: dict[str, Any]) -> int:
 
 
 @st.composite
+def keyed(draw: st.DrawFn, nqn: str, keys: list[str]) -> Any:
+    """A host that has to prove itself, or that need not."""
+    if not keys or draw(st.booleans()):
+        return nqn
+    names = draw(st.permutations(keys))[: draw(st.integers(1, len(keys)))]
+    return {"host": nqn, **dict(zip(("dhchap_key", "dhchap_ctrlr_key"), names, strict=False))}
+
+
+@st.composite
 def targets(draw: st.DrawFn) -> dict[str, Any]:
     """One target that the file's own checks accept."""
     made = draw(bdevs("@FOLDER@"))
@@ -104,12 +113,17 @@ def targets(draw: st.DrawFn) -> dict[str, Any]:
         }
         lvstores["lvs0"] = {"bdev": base, "cluster_size": "1MiB", "lvols": lvols}
         free += [f"lvs0/{name}" for name in lvols]
+    keys = draw(st.lists(st.sampled_from(["k0", "k1"]), unique=True))
+    target["keys"] = {name: f"@FOLDER@/{name}" for name in keys}
     subsystems: dict[str, Any] = {}
     for nqn in draw(st.lists(st.sampled_from(NQNS), unique=True)):
         subsystem: dict[str, Any] = {
             "serial_number": draw(st.sampled_from(["A", "B"])),
             "allow_any_host": draw(st.booleans()),
-            "hosts": draw(st.lists(st.sampled_from(HOSTS), unique=True, min_size=1)),
+            "hosts": [
+                draw(keyed(nqn, keys))
+                for nqn in draw(st.lists(st.sampled_from(HOSTS), unique=True, min_size=1))
+            ],
             "listeners": [
                 f"127.0.0.1:{port}"
                 for port in draw(st.lists(st.sampled_from(PORTS), unique=True, min_size=1))
@@ -122,8 +136,6 @@ def targets(draw: st.DrawFn) -> dict[str, Any]:
         if namespaces:
             subsystem["namespaces"] = namespaces
         subsystems[nqn] = subsystem
-    keys = draw(st.lists(st.sampled_from(["k0", "k1"]), unique=True))
-    target["keys"] = {name: f"@FOLDER@/{name}" for name in keys}
     return {**target, "raids": raids, "lvstores": lvstores, "subsystems": subsystems}
 
 

@@ -16,8 +16,6 @@ from kvdev.testing.target_backend import MemoryBackend
 from spdk_rpc import Client, RpcUnsupportedError, table
 from spdk_rpc.plan import resource
 
-UNDER_WAY = {"nvmf_subsystem_listener_set_ana_state", "nvmf_subsystem_set_keys"}
-"""Answered by what is written beside this."""
 DOC = Path(__file__).resolve().parents[3] / "docs" / "rpc.md"
 
 
@@ -28,7 +26,7 @@ def own_methods() -> set[str]:
 def test_what_is_not_there_has_a_reason() -> None:
     own = own_methods()
     assert not own & set(ABSENT)
-    assert set(table.methods()) - own - set(ABSENT) <= UNDER_WAY
+    assert set(table.methods()) - own - set(ABSENT) == set()
 
 
 def test_the_documented_list_is_the_list() -> None:
@@ -64,4 +62,4 @@ def test_provisioning_calls_nothing_that_is_not_there() -> None:
         for verb in ("create", "delete")
     }
     assert len(called) > 20 and len(resource._KINDS) == 14
-    assert called <= own_methods() | UNDER_WAY
+    assert called <= own_methods()

@@ -94,7 +94,7 @@ def _change_lines(change: Change, painter: Painter) -> Iterator[str]:
 def _value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(str(each) for each in value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def call_text(call: Call) -> str:
