@@ -29,7 +29,12 @@ def written_bytes(target: KillableTarget) -> int:
 
 
 def replayed(
-    target: KillableTarget, tmp_path: Path, *, kill_count: int, is_paused: bool = False
+    target: KillableTarget,
+    tmp_path: Path,
+    *,
+    kill_count: int,
+    is_paused: bool = False,
+    keep_alive_ms: int = 1000,
 ) -> dict[str, Any]:
     """Replay over a volume of the target's namespaces; kill or stop it every now and then. The report."""
     volume = f"vol+{target.uri()}"
@@ -40,7 +45,7 @@ def replayed(
         "--requests",
         str(REQUESTS_PER_KILL * kill_count),
         "--keep-alive-ms",
-        "300",
+        str(keep_alive_ms),
         "--timeout",
         "120",
     ]
