@@ -44,7 +44,7 @@ QUICK = ControllerOptions(
     ctrl_loss_tmo_s=120,
 )
 # Where a lost connection has to be noticed by it, or waited for.
-WATCHFUL = dataclasses.replace(QUICK, kato_ms=400)
+WATCHFUL = dataclasses.replace(QUICK, kato_ms=1000)
 FAST_KEEP_ALIVE = Transport(kas=1, min_kato=100)
 IS_LONG = bool(os.environ.get("KVDEV_LONG"))
 
@@ -249,7 +249,10 @@ def stale_write(two: TwoPaths, options: ControllerOptions) -> bytes:
 
         thread = threading.Thread(target=write_v0)
         thread.start()
-        event = wait_event(subsystem, EventKind.PATH_DOWN)
+        while not (event := wait_event(subsystem, EventKind.PATH_DOWN)).where.startswith(
+            f"127.0.0.1:{first.port} "
+        ):
+            pass  # the other path, on a busy machine
         assert "keep alive" in event.text
         thread.join(WAIT_S)
         assert results == [None]

@@ -40,7 +40,7 @@ QUICK = ControllerOptions(
     ctrl_loss_tmo_s=120,
 )
 # Where a lost connection has to be noticed by it, or waited for.
-WATCHFUL = dataclasses.replace(QUICK, kato_ms=400)
+WATCHFUL = dataclasses.replace(QUICK, kato_ms=1000)
 FAST_KEEP_ALIVE = Transport(kas=1, min_kato=100)
 
 
@@ -143,7 +143,7 @@ def test_write_when_cut_under_it_then_held_for_the_rule_and_sent_again(net: Net)
         net.relay.mend()
         write.result()
         # A Keep Alive is sent every KATO / 2; the last one may have come right before it, or late.
-        assert write.ended_ns > stalled_ns + (2 * 400 - 200 + 100) * NS_PER_MS
+        assert write.ended_ns > stalled_ns + (2 * 1000 - 500 + 100) * NS_PER_MS
         assert write.ended_ns >= device.fence_ns
         assert kv.queue.stats.held == 1
         assert read_blocks(device, 0, 1, soon()).tobytes() == b"\x11" * 4096
@@ -266,7 +266,7 @@ def test_keep_alive_when_its_answer_is_lost_then_noticed_within_kato_and_reconne
         device = kv.open_device(f"{net.uri}?nsid=1")
         subsystem = kv.subsystem(net.uri)
         net.relay.stall()
-        # Sent every KATO / 2, given up after KATO, which is 400 ms; nothing else would notice within a minute.
+        # Sent every KATO / 2, given up after KATO, which is a second; nothing else would notice within a minute.
         assert "keep alive" in wait_event(subsystem, EventKind.PATH_DOWN, seconds=20).text
         net.relay.mend()
         wait_event(subsystem, EventKind.PATH_UP)
@@ -382,7 +382,7 @@ def test_target_when_stopped_for_twice_kato_then_late_writes_do_not_win(tmp_path
         for round_index in range(2):
             value = bytes([round_index + 1]) * 4096
             target.pause()
-            timer = threading.Timer(1.0, target.resume)
+            timer = threading.Timer(2.2, target.resume)
             timer.start()
             write_blocks(device, 0, value, soon())
             later = bytes([0x80 + round_index]) * 4096
