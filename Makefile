@@ -18,7 +18,7 @@ export PYTHONSAFEPATH := 1
 export KVDEV_INTEROP
 
 .DEFAULT_GOAL := help
-.PHONY: help need setup dev run build lint format typecheck test unit golden tidy property fuzz fault crash \
+.PHONY: help need setup dev run build lint format typecheck test unit golden tidy property fuzz fuzz-short fuzz-coverage fuzz-minimize fault crash \
         interop long bench-smoke bench asan wheel clean ci
 
 help: ## show this list
@@ -66,8 +66,52 @@ test: setup ## every test this machine can run; skips say why
 unit golden tidy property fault crash: setup ## one folder of the tests
 	$(PYTEST) tests/$@ $(PYTEST_ARGS)
 
-fuzz: setup ## the property tests with fresh seeds and many more examples
+# The core under sanitizers with the fuzzer in the kernel's place (tests/fuzz); gcc is enough, libFuzzer takes clang.
+FUZZ := build/fuzz
+FUZZ_SANITIZE := -g -O2 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+FUZZ_SOURCES := $(wildcard $(CSRC)/*.[ch] tests/fuzz/*.[ch])
+FUZZ_SEED ?= $(shell date +%s)
+FUZZ_JOBS ?= $(shell nproc)
+FUZZ_MUTATED ?= 2000000
+# SECONDS is the shell's own name for its age: only one given on the command line counts.
+FUZZ_SECONDS := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),600)
+
+define fuzz_build
+@mkdir -p $(FUZZ)
+for c in $(CSRC)/*.c; do $(1) -std=c11 -D_GNU_SOURCE $(2) -fno-strict-aliasing -pthread -I$(CSRC) -Itests/fuzz \
+    -include tests/fuzz/seam.h -c -o $(FUZZ)/$(3)_$$(basename $$c .c).o $$c || exit 1; done
+for c in tests/fuzz/*.c; do $(1) -std=c11 -D_GNU_SOURCE $(2) $(4) -pthread -I$(CSRC) -Itests/fuzz \
+    -c -o $(FUZZ)/$(3)_fuzz_$$(basename $$c .c).o $$c || exit 1; done
+$(1) $(2) $(4) -pthread -o $@ $(FUZZ)/$(3)_*.o
+endef
+
+$(FUZZ)/pdu_fuzz: $(FUZZ_SOURCES)
+	$(call fuzz_build,gcc,$(FUZZ_SANITIZE),gcc,)
+
+$(FUZZ)/pdu_libfuzzer: $(FUZZ_SOURCES)
+	$(call fuzz_build,clang,$(FUZZ_SANITIZE) -fsanitize=fuzzer-no-link,clang,-DKVDEV_FUZZ_LIBFUZZER -fsanitize=fuzzer)
+
+fuzz: setup $(FUZZ)/pdu_fuzz ## mutated PDU streams through host and target, and the property tests with fresh seeds; SECONDS=n
+	$(FUZZ)/pdu_fuzz tests/fuzz/corpus/*
+	@if command -v clang >/dev/null; then $(MAKE) --no-print-directory fuzz-coverage SECONDS=$(FUZZ_SECONDS); \
+	else $(FUZZ)/pdu_fuzz --seed $(FUZZ_SEED) --seconds $(FUZZ_SECONDS) --jobs $(FUZZ_JOBS); fi
 	KVDEV_HYPOTHESIS_PROFILE=fuzz $(PYTEST) tests/property $(PYTEST_ARGS)
+
+# Half of the time guided by coverage from the kept corpus, half by seeds; what is new stays under build.
+fuzz-coverage: $(FUZZ)/pdu_libfuzzer $(FUZZ)/pdu_fuzz
+	@mkdir -p $(FUZZ)/corpus $(FUZZ)/crash
+	$(FUZZ)/pdu_libfuzzer -max_total_time=$$(($(FUZZ_SECONDS) / 2)) -max_len=4096 -timeout=60 -print_final_stats=1 \
+	    -fork=$(FUZZ_JOBS) -artifact_prefix=$(FUZZ)/crash/ $(FUZZ)/corpus tests/fuzz/corpus
+	$(FUZZ)/pdu_fuzz --seed $(FUZZ_SEED) --seconds $$(($(FUZZ_SECONDS) / 2)) --jobs $(FUZZ_JOBS)
+
+fuzz-short: $(FUZZ)/pdu_fuzz ## 2,000,000 mutated PDUs through host and target under the sanitizers, and the kept corpus
+	$(FUZZ)/pdu_fuzz tests/fuzz/corpus/*
+	$(FUZZ)/pdu_fuzz --seed $(FUZZ_SEED) --mutated $(FUZZ_MUTATED) --jobs $(FUZZ_JOBS)
+
+# The smallest set of inputs with the same coverage: what build/fuzz/corpus has found goes into the kept one.
+fuzz-minimize: $(FUZZ)/pdu_libfuzzer
+	rm -rf $(FUZZ)/corpus_new && mkdir -p $(FUZZ)/corpus_new
+	$(FUZZ)/pdu_libfuzzer -merge=1 -max_len=4096 $(FUZZ)/corpus_new tests/fuzz/corpus $(FUZZ)/corpus
 
 interop: setup ## real peers in QEMU; what is missing is a failure
 	KVDEV_INTEROP=require $(PYTEST) tests/interop $(PYTEST_ARGS)
@@ -87,7 +131,7 @@ bench: setup ## the benchmarks; leave the machine alone meanwhile
 lint: dev ## ruff, formatting, and the C core under strict warnings
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	for c in $(CSRC)/*.c; do gcc $(STRICT) $$c || exit 1; done
+	for c in $(CSRC)/*.c tests/fuzz/*.c; do gcc $(STRICT) -I$(CSRC) $$c || exit 1; done
 
 format: dev ## rewrite the Python sources in our format
 	$(VENV)/bin/ruff check --fix .
