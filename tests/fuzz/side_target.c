@@ -901,10 +901,10 @@ static void bench_open(struct bench *b)
     if (kvdev_target_create(&opts, &b->target) || kvdev_target_subsystem_create(b->target, 2, &b->subsystem) ||
         kvdev_target_namespace_set(b->target, b->subsystem, NSID_PLAIN, b->device) ||
         kvdev_target_namespace_set(b->target, b->subsystem, NSID_LENT, b->filter) ||
-        kvdev_target_listener_add(b->target, WIRE_FD_LISTENER, &listener))
+        kvdev_target_listener_add(b->target, WIRE_FD_LISTENER, NULL, &listener))
         fuzz_fail("no target");
     for (uint32_t i = 0; i < PEERS_MAX; i++) {
-        if (kvdev_target_controller_create(b->target, b->subsystem, &b->controllers[i]) ||
+        if (kvdev_target_controller_create(b->target, b->subsystem, i + 1, &b->controllers[i]) ||
             kvdev_target_controller_set_ready(b->target, b->controllers[i], 1))
             fuzz_fail("no controller");
     }
