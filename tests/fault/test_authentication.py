@@ -62,7 +62,7 @@ from kvdev.wire.nvme import (
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
 STRANGER = HostIdentity.of("nqn.2024-01.io.example:stranger")
 QUICK = ControllerOptions(
-    connect_timeout_s=5.0, admin_timeout_s=5.0, shutdown_timeout_s=0.5, ctrl_loss_tmo_s=0
+    connect_timeout_s=60.0, admin_timeout_s=60.0, shutdown_timeout_s=0.5, ctrl_loss_tmo_s=0
 )
 HOST_SECRET = DhchapSecret(bytes(range(32)), 1)
 CTRL_SECRET = DhchapSecret(bytes(range(100, 148)), 2)
@@ -104,7 +104,7 @@ def both_ways(keys: Keys, **more: Any) -> ControllerOptions:
 
 def connect_error(target: RunningTarget, options: ControllerOptions, host: HostIdentity = HOST) -> KvdevError:
     with Session(host=host, options=options) as kv, pytest.raises(KvdevError) as caught:
-        kv.open_device(f"{target.uri}?nsid=1", deadline=Deadline.after(20))
+        kv.open_device(f"{target.uri}?nsid=1", deadline=Deadline.after(60))
     text = str(caught.value)
     assert "\n" not in text
     for secret in (HOST_SECRET, CTRL_SECRET):
@@ -124,16 +124,16 @@ def test_data_moves_after_both_sides_authenticated_with_each_hash_and_group(
     with Session(host=HOST, options=options) as kv:
         device = kv.open_device(f"{target.uri}?nsid=1")
         pattern = bytes((hash_id, group)) * 2048
-        write_blocks(device, 1, pattern, Deadline.after(20))
-        assert bytes(read_blocks(device, 1, 1, Deadline.after(20))) == pattern
-        kv.controller(target.uri).reauthenticate(deadline=Deadline.after(20))
-        assert bytes(read_blocks(device, 1, 1, Deadline.after(20))) == pattern
+        write_blocks(device, 1, pattern, Deadline.after(60))
+        assert bytes(read_blocks(device, 1, 1, Deadline.after(60))) == pattern
+        kv.controller(target.uri).reauthenticate(deadline=Deadline.after(60))
+        assert bytes(read_blocks(device, 1, 1, Deadline.after(60))) == pattern
 
 
 def test_keys_in_the_uri_are_those_of_the_options(target: RunningTarget, keys: Keys) -> None:
     uri = f"{target.uri}?nsid=1&dhchap-key={keys.host}&dhchap-ctrl-key={keys.controller}"
     with Session(host=HOST, options=QUICK) as kv:
-        assert len(read_blocks(kv.open_device(uri), 0, 1, Deadline.after(20))) == 4096
+        assert len(read_blocks(kv.open_device(uri), 0, 1, Deadline.after(60))) == 4096
 
 
 def test_host_without_a_key_needs_none(target: RunningTarget) -> None:
@@ -214,10 +214,10 @@ def test_new_key_is_in_force_from_the_next_connection(keys: Keys, tmp_path: Path
         with Session(host=HOST, options=options) as kv:
             device = kv.open_device(f"{running.uri}?nsid=1")
             running.model.set_host_keys(running.nqn, HOST.host_nqn, HostKeys(FileKey("n", str(new))))
-            assert len(read_blocks(device, 0, 1, Deadline.after(20))) == 4096
+            assert len(read_blocks(device, 0, 1, Deadline.after(60))) == 4096
             assert isinstance(connect_error(running, options), AuthenticationError)
             with pytest.raises(AuthenticationError):
-                kv.controller(running.uri).reauthenticate(deadline=Deadline.after(20))
+                kv.controller(running.uri).reauthenticate(deadline=Deadline.after(60))
         fresh = dataclasses.replace(QUICK, dhchap_key=KeySource("file", str(new)))
         with Session(host=HOST, options=fresh) as kv:
             kv.open_device(f"{running.uri}?nsid=1")
@@ -235,7 +235,7 @@ def test_failed_reauthentication_ends_the_association(target: RunningTarget, tmp
         path.unlink()
         write_key_file(str(path), DhchapSecret(bytes(32)).text(), field="test")
         with pytest.raises(AuthenticationError, match="refuses it"):
-            controller.reauthenticate(deadline=Deadline.after(20))
+            controller.reauthenticate(deadline=Deadline.after(60))
         limit = Deadline.after(10)
         while controller.is_alive and not limit.is_expired:
             Event().wait(0.01)
@@ -548,7 +548,7 @@ def scripted_error(script: AuthScript, keys: Keys, **more: Any) -> KvdevError:
     with ScriptedPeer(script) as peer:
         options = both_ways(keys, dhchap_dhgroups=(DhGroupId.FFDHE2048,), **more)
         with Session(host=HOST, options=options) as kv, pytest.raises(KvdevError) as caught:
-            kv.controller(f"tcp://{peer.address}:{peer.port}/{SUBNQN}", deadline=Deadline.after(20))
+            kv.controller(f"tcp://{peer.address}:{peer.port}/{SUBNQN}", deadline=Deadline.after(60))
     return caught.value
 
 

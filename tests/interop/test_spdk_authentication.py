@@ -57,6 +57,7 @@ def options(folder: Path, host: str, controller: str | None, **more: object) -> 
         io_queue_count=2,
         connect_timeout_s=PATIENT_S,
         admin_timeout_s=PATIENT_S,
+        kato_ms=60_000,
         **more,  # type: ignore[arg-type]
     )
 
