@@ -18,6 +18,7 @@ import pytest
 
 from kvdev.block.device import execute, transfer_ios
 from kvdev.clock import Deadline
+from kvdev.errors import UsageError
 from kvdev.geometry import Geometry
 from kvdev.native.io import IO_FUA, OPCODE_FLUSH, OPCODE_READ, OPCODE_WRITE
 from kvdev.session import Session
@@ -89,7 +90,7 @@ def wait_until_it_answers(path: str, process: subprocess.Popen[bytes]) -> Client
             raise AssertionError(f"spdk_tgt ended with {process.returncode}")
 
 
-def members(target: Spdk, count: int = 2) -> list[Path]:
+def members(target: Spdk, count: int = 2, *, driver: str = "aio") -> list[Path]:
     """Files of the folder as bdevs F0, F1, and so on: what they hold survives the process."""
     files = []
     for index in range(count):
@@ -97,7 +98,8 @@ def members(target: Spdk, count: int = 2) -> list[Path]:
         if not file.exists():
             with file.open("wb") as out:
                 out.truncate(MEMBER_BYTES)
-        target.rpc.bdev_aio_create(name=f"F{index}", filename=str(file), block_size=512)
+        create = target.rpc.bdev_uring_create if driver == "uring" else target.rpc.bdev_aio_create
+        create(name=f"F{index}", filename=str(file), block_size=512)
         files.append(file)
     return files
 
@@ -234,38 +236,101 @@ def test_spdk_when_killed_and_commands_are_not_kept_then_they_are_uncertain(tmp_
         assert rig.run(OPCODE_WRITE, size_bytes=4096)["error"] == 0
 
 
-def test_store_when_its_member_is_a_raid0_of_spdk_then_pages_come_back_after_a_kill(
-    tmp_path: Path, rng: np.random.Generator
+GEOMETRY = Geometry(model_id="test", layer_count=4, kv_head_count=2, head_size=64, tokens_per_page=16)
+PAGE_COUNT = 100
+
+
+def show_members(target: Spdk, count: int) -> str:
+    """Each bdev on a vhost controller of its own; the volume's URI."""
+    for index in range(count):
+        target.rpc.vhost_create_blk_controller(ctrlr=f"vhost.{index}", dev_name=f"F{index}")
+    return "vol:" + ",".join(f"vhost:{target.socket(f'vhost.{index}')}" for index in range(count))
+
+
+def hide_members(target: Spdk, count: int) -> None:
+    for index in range(count):
+        target.rpc.vhost_delete_controller(f"vhost.{index}")
+
+
+def show_raid(target: Spdk, count: int) -> str:
+    """A raid0 bdev over the members, on vhost.r; the volume's URI."""
+    names = [f"F{index}" for index in range(count)]
+    target.rpc.bdev_raid_create(name="R", base_bdevs=names, raid_level="raid0", strip_size_kb=64)
+    target.rpc.vhost_create_blk_controller(ctrlr="vhost.r", dev_name="R")
+    return f"vol:vhost:{target.socket('vhost.r')}"
+
+
+def hide_raid(target: Spdk) -> None:
+    target.rpc.vhost_delete_controller("vhost.r")
+    target.rpc.bdev_raid_delete("R")
+
+
+class Pages:
+    """Pages under keys, all of them known."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.keys = rng.integers(0, 256, (PAGE_COUNT, 32), dtype=np.uint8)
+        self.data = rng.integers(0, 256, (PAGE_COUNT, GEOMETRY.page_size_bytes), dtype=np.uint8)
+
+    def put(self, uri: str) -> None:
+        with Session() as kv:
+            store = PageStore(kv.open_kv_namespace(f"{uri}#n", geometry=GEOMETRY))
+            with kv.make_arena(8 * MIB) as arena, arena.lease(PAGE_COUNT, GEOMETRY.page_size_bytes) as lease:
+                lease.array[:] = self.data
+                assert (store.put(self.keys, lease).status == PageStatus.STORED).all()
+                store.flush()
+
+    def check(self, uri: str) -> None:
+        with Session() as kv:
+            store = PageStore(kv.open_kv_namespace(f"{uri}#n", geometry=GEOMETRY))
+            with kv.make_arena(8 * MIB) as arena, arena.lease(PAGE_COUNT, GEOMETRY.page_size_bytes) as lease:
+                assert (store.get(self.keys, lease).status == PageStatus.HIT).all()
+                assert (lease.array == self.data).all()
+
+
+@pytest.mark.parametrize("driver", ["uring", "aio"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_store_when_members_and_raid0_of_spdk_take_turns_then_each_reads_the_others_pages(
+    count: int, driver: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    geometry = Geometry(model_id="test", layer_count=4, kv_head_count=2, head_size=64, tokens_per_page=16)
-    keys = rng.integers(0, 256, (100, 32), dtype=np.uint8)
+    first, second = Pages(rng), Pages(rng)
     with spdk(tmp_path) as target:
-        members(target)
-        for index in (0, 1):
-            target.rpc.vhost_create_blk_controller(ctrlr=f"vhost.{index}", dev_name=f"F{index}")
-        uri = ",".join(f"vhost:{target.socket(f'vhost.{index}')}" for index in (0, 1))
+        members(target, count, driver=driver)
+        uri = show_members(target, count)
         with Session() as kv:
             volume = Volume.create(
-                kv.open_members(f"vol:{uri}"), name="v", strip_size_bytes=65536, deadline=Deadline.after(60)
+                kv.open_members(uri), name="v", strip_size_bytes=65536, deadline=Deadline.after(60)
             )
-            volume.create_namespace("n", geometry, quota_pages=128, deadline=Deadline.after(60))
-        with Session() as kv:
-            store = PageStore(kv.open_kv_namespace(f"vol:{uri}#n", geometry=geometry))
-            with kv.make_arena(8 * MIB) as arena, arena.lease(100, geometry.page_size_bytes) as lease:
-                lease.array[:] = rng.integers(0, 256, lease.array.shape, dtype=np.uint8)
-                pages = lease.array.copy()
-                assert (store.put(keys, lease).status == PageStatus.STORED).all()
-                store.flush()
+            volume.create_namespace("n", GEOMETRY, quota_pages=2 * PAGE_COUNT, deadline=Deadline.after(60))
+        first.put(uri)
+        hide_members(target, count)
+        # Its raid0 over the same members: the labels are found in its logical space, our strips are its strips.
+        uri = show_raid(target, count)
+        first.check(uri)
+        second.put(uri)
+        hide_raid(target)
+        # And back: what was written through the raid, read over the members, in any order.
+        uri = show_members(target, count)
+        first.check(uri)
+        second.check(uri)
         target.kill()
     with spdk(tmp_path) as target:
-        members(target)
-        # The same members through a raid0 bdev of SPDK: it finds the labels and reads our stripes' bytes.
-        target.rpc.bdev_raid_create(name="R", base_bdevs=["F0", "F1"], raid_level="raid0", strip_size_kb=64)
-        target.rpc.vhost_create_blk_controller(ctrlr="vhost.r", dev_name="R")
+        members(target, count, driver=driver)
+        uri = show_raid(target, count)
+        first.check(uri)
+        second.check(uri)
+
+
+def test_volume_when_the_raid0_of_spdk_has_its_members_in_another_order_then_it_is_refused(
+    tmp_path: Path,
+) -> None:
+    with spdk(tmp_path) as target:
+        members(target, 2)
+        uri = show_members(target, 2)
         with Session() as kv:
-            store = PageStore(
-                kv.open_kv_namespace(f"vol:vhost:{target.socket('vhost.r')}#n", geometry=geometry)
-            )
-            with kv.make_arena(8 * MIB) as arena, arena.lease(100, geometry.page_size_bytes) as lease:
-                assert (store.get(keys, lease).status == PageStatus.HIT).all()
-                assert (lease.array == pages).all()
+            Volume.create(kv.open_members(uri), name="v", strip_size_bytes=65536, deadline=Deadline.after(60))
+        hide_members(target, 2)
+        target.rpc.bdev_raid_create(name="X", base_bdevs=["F1", "F0"], raid_level="raid0", strip_size_kb=64)
+        target.rpc.vhost_create_blk_controller(ctrlr="vhost.x", dev_name="X")
+        with Session() as kv, pytest.raises(UsageError, match="order"):
+            kv.open_volume(f"vol:vhost:{target.socket('vhost.x')}")
