@@ -51,7 +51,10 @@ class Spdk:
         arguments += ["-m", hex(1 << self._core), "--disable-cpumask-locks"]
         arguments += ["-S", str(self.folder), "-r", self.path, *(["--json", str(config)] if config else [])]
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            # A session of its own: what interrupts the test does not reach it.
+            self._process = subprocess.Popen(
+                arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         deadline = Deadline.after(START_TIMEOUT_S)
         while True:
             with contextlib.suppress(RpcTransportError), Client(self.path, timeout_s=30) as client:

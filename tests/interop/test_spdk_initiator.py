@@ -89,6 +89,7 @@ def test_read_write_when_random_then_reads_what_was_written(
 ) -> None:
     with session(header_digest=digest, data_digest=digest, io_queue_count=queues) as kv:
         device = kv.open_device(served.uri(nsid))
+        assert isinstance(device, NvmeNamespace)
         model = rng.integers(0, 256, AREA_SIZE_BYTES, dtype=np.uint8)
         write_blocks(device, 0, model, soon())
         block = device.block_size_bytes

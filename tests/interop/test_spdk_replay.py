@@ -68,7 +68,7 @@ def site_text(target: Spdk, host: Spdk, port: int, *, is_lasting: bool) -> str:
     fourth = f"uring: {{file: {folder}/u3.img}}" if is_lasting else f"malloc: {{size: {2 * FILE_MIB}MiB}}"
     return f"""\
 version: 1
-name: replayed
+name: {target.folder.name.replace("_", "-")}-{port}
 targets:
   array0:
     rpc: {target.path}

@@ -6,7 +6,6 @@ on purpose stands in DIFFERENCES with its reason; a case of a method that we do 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from kvdev.target.rpc_methods import STARTUP_ONLY_METHODS, RpcMethods
 from kvdev.target.rpc_server import RpcServer
 from kvdev.target.service import TargetService
 from kvdev.testing.target_backend import MemoryBackend, MemoryFabric
-from tests.recorded import CASES, Difference, Peer, methods_named_in, process_of
+from tests.recorded import CASES, SPDK_METHODS, Difference, Peer, methods_named_in, process_of
 
 DEADLINE_S = 10.0
 
@@ -81,11 +80,6 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(r"21c.*|50[cfj].*", r"\[\]:missing", NO_VHOST, "target"),
     Difference(r"e15.*", r"error", "Nvme0 was attached when it was recorded, and is detached by now", "host"),
     Difference(r"50f.*", r"\[\]\.sessions\[\]:missing", "nobody connects in this test", "host"),
-)
-
-
-SPDK_METHODS: frozenset[str] = frozenset(
-    json.loads(next(case for case in CASES if case["case"] == "02_rpc_get_methods")["response"])["result"]
 )
 
 
