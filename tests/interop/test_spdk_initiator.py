@@ -14,7 +14,7 @@ import pytest
 
 from kvdev.block.device import read_blocks, write_blocks
 from kvdev.clock import Deadline
-from kvdev.errors import CommandError, ConnectError, UsageError
+from kvdev.errors import CommandError, ConnectError, UnsupportedError, UsageError
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.namespace import NvmeNamespace, scan
 from kvdev.initiator.options import ControllerOptions
@@ -107,7 +107,7 @@ def test_read_write_when_random_then_reads_what_was_written(
 
 
 @pytest.mark.parametrize("nsid", [1, 2])
-def test_write_zeroes_and_deallocate_when_done_then_neighbours_stay(
+def test_write_zeroes_when_done_then_neighbours_stay(
     served: Served, nsid: int, rng: np.random.Generator
 ) -> None:
     with session() as kv:
@@ -120,10 +120,11 @@ def test_write_zeroes_and_deallocate_when_done_then_neighbours_stay(
         device.write_zeroes(8, count - 16, soon())
         got = read_blocks(device, 0, count, soon())
         assert not got[8 * block : (count - 8) * block].any()
-        device.deallocate([(8, 64), (count // 2, 8)], soon())
-        got = read_blocks(device, 0, count, soon())
         for edge in (slice(8 * block), slice(-8 * block, None)):
             assert np.array_equal(got[edge], model[edge])
+        # One namespace of the subsystem, the uring bdev, cannot: SPDK then offers it for none.
+        with pytest.raises(UnsupportedError, match="deallocate"):
+            device.deallocate([(8, 64)], soon())
 
 
 def test_idle_when_three_keep_alive_times_then_still_connected(served: Served) -> None:
