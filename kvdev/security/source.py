@@ -72,7 +72,7 @@ def write_key_file(path: str, text: str, *, field: str) -> None:
         raise UsageError(f"{field}: {path}: {error.strerror}; name a file in a folder of yours") from None
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(text + "\n")
+            file.write(text)  # no end of line: SPDK takes it for a part of a TLS key
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
