@@ -105,8 +105,8 @@ class Lab:
         env = {**self.env, "BS": block_sizes, "PORTS": str(ports), "NQN": nqn}
         if link is not None:
             env["LINK"] = str(link)
-        run_script("run-nvmet.sh", str(port), str(namespaces), str(mib), env=env, timeout_s=BOOT_LIMIT_S)
         try:
+            run_script("run-nvmet.sh", str(port), str(namespaces), str(mib), env=env, timeout_s=BOOT_LIMIT_S)
             yield Nvmet(port, nqn, self)
         finally:
             run_script("run-nvmet.sh", "stop", str(port), env=self.env, timeout_s=60)
