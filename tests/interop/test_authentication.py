@@ -16,7 +16,7 @@ from kvdev.initiator.options import ControllerOptions
 from kvdev.security.secret import DhchapSecret
 from kvdev.security.source import write_key_file
 from kvdev.session import Session
-from kvdev.target.model import FileKey, HostKeys
+from kvdev.target.model import FileKey, HostKeys, Transport
 from kvdev.target.service import TargetOptions
 from kvdev.testing.target import running_target
 from kvdev.uri import KeySource
@@ -136,7 +136,10 @@ def test_linux_host_when_our_target_has_keys_then_both_authenticate(auth_lab: La
         for hash_id, group in COMBINATIONS:
             target = stack.enter_context(
                 running_target(
-                    hosts=[], options=TargetOptions(dhchap_digests=(hash_id,), dhchap_dhgroups=(group,))
+                    hosts=[],
+                    # A transaction may take as long as the keep alive timeout; the guest is emulated.
+                    transport=Transport(min_kato=60_000),
+                    options=TargetOptions(dhchap_digests=(hash_id,), dhchap_dhgroups=(group,)),
                 )
             )
             target.allow_host(LINUX_HOST_NQN, keys)
