@@ -385,7 +385,7 @@ def test_transport_that_cannot_be_is_refused(model: TargetModel, params: dict[st
         ("nvmf_create_subsystem", {"nqn": NQN, "tgt_name": "other"}, -32602, "tgt_name"),
         ("nvmf_create_subsystem", {"nqn": DISCOVERY_NQN}, -32603, "Unable to create subsystem"),
         ("nvmf_delete_subsystem", {"nqn": DISCOVERY_NQN}, -32602, "the discovery subsystem stays"),
-        ("nvmf_subsystem_add_host", {"nqn": DISCOVERY_NQN, "host": NQN, "psk": "secret!"}, -32602, "psk: not"),
+        ("nvmf_subsystem_add_host", {"nqn": DISCOVERY_NQN, "host": NQN, "psk": "secret!"}, -32602, "psk: no such key"),
         ("nvmf_subsystem_add_ns", {"nqn": DISCOVERY_NQN, "namespace": {"bdev_name": "x"}}, -32602, "has no namespaces"),
         ("nvmf_subsystem_add_ns", {"nqn": NQN, "namespace": []}, -32602, "namespace: expected an object"),
         ("framework_get_config", {"name": "x"}, -32602, "Subsystem 'x' not found"),
