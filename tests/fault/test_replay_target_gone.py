@@ -138,7 +138,7 @@ def test_interrupt_ends_the_replay_and_its_children(options: list[str], tmp_path
         arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
     )
     try:
-        limit = Deadline.after(60)
+        limit = Deadline.after(240)
         while (
             not (progress := list(tmp_path.glob("kvdev-replay-*/progress"))) or not progress[0].stat().st_size
         ):

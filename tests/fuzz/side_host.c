@@ -538,12 +538,16 @@ static int wrong_r2t(struct host *h, struct verdict *ret)
     build_r2t(h, command->cid, command->asked, left ? left : 4);
     switch (kind) {
     case 0:
-        return wrong(ret, KVDEV_FES_INVALID_HEADER, 8); /* E4: for a read */
+        return wrong(ret, KVDEV_FES_SEQUENCE, 0); /* for a read */
     case 1:
         pdu_set16(&h->pdu, &h->sender, 8, cid_unknown(h));
         return wrong(ret, KVDEV_FES_INVALID_HEADER, 8);
     case 2:
-        pdu_set32(&h->pdu, &h->sender, 16, below(h->source, 2) ? 0 : 1 + below(h->source, 3));
+        if (below(h->source, 2)) {
+            pdu_set32(&h->pdu, &h->sender, 16, 0);
+            return wrong(ret, KVDEV_FES_OUT_OF_RANGE, 0);
+        }
+        pdu_set32(&h->pdu, &h->sender, 16, 1 + below(h->source, 3));
         return wrong(ret, KVDEV_FES_INVALID_HEADER, 16);
     case 3: { /* skipped ahead, or asked for again */
         if (left < 8 && !command->asked)

@@ -519,7 +519,7 @@ static int wrong_capsule(struct bench *b, struct peer *peer, struct verdict *ret
     uint32_t len = peer->link.in_capsule_max + 4 + 4 * below(b->source, 64);
     sqe.sgl_len = len;
     build_capsule(b, peer, &sqe, pattern_of(1), len);
-    return wrong(ret, KVDEV_FES_LIMIT, 0, 72);
+    return wrong(ret, KVDEV_FES_INVALID_HEADER, 4, 72);
 }
 
 /* Everything the target still has of the account is over once it has seen something wrong. */
