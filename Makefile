@@ -106,7 +106,7 @@ fuzz-coverage: $(FUZZ)/pdu_libfuzzer $(FUZZ)/pdu_fuzz
 
 fuzz-short: $(FUZZ)/pdu_fuzz ## 2,000,000 mutated PDUs through host and target under the sanitizers, and the kept corpus
 	$(FUZZ)/pdu_fuzz tests/fuzz/corpus/*
-	$(FUZZ)/pdu_fuzz --seed $(FUZZ_SEED) --mutated $(FUZZ_MUTATED) --jobs $(FUZZ_JOBS)
+	$(FUZZ)/pdu_fuzz --seed $(if $(filter command line environment,$(origin FUZZ_SEED)),$(FUZZ_SEED),1) --mutated $(FUZZ_MUTATED) --jobs $(FUZZ_JOBS)
 
 # The smallest set of inputs with the same coverage: what build/fuzz/corpus has found goes into the kept one.
 fuzz-minimize: $(FUZZ)/pdu_libfuzzer
