@@ -171,8 +171,11 @@ static void deadline_set(struct connection *connection, uint32_t timeout_ms)
 static void socket_close(struct connection *connection)
 {
     deadline_clear(connection);
-    if (connection->fd >= 0)
-        close(connection->fd); /* leaves the epoll set by itself: the descriptor was never duplicated */
+    if (connection->fd >= 0) {
+        /* A close alone keeps the set's entry while a child between fork and exec holds the descriptor. */
+        epoll_ctl(connection->poller->epoll_fd, EPOLL_CTL_DEL, connection->fd, NULL);
+        close(connection->fd);
+    }
     connection->fd = -1;
     connection->state = CONNECTION_CLOSED;
     atomic_store(&connection->is_closed, 1);

@@ -261,6 +261,10 @@ static void link_close(struct kvdev_tls_link *link, int is_reset)
         link->pump->lib.SSL_free(link->ssl);
     link->ssl = NULL;
     link_state(link, KVDEV_TLS_CLOSED); /* before the connection can see its end */
+    /* A close alone keeps the set's entry while a child between fork and exec holds the descriptor: its events
+     * would name a link that is gone. */
+    epoll_ctl(link->pump->epoll_fd, EPOLL_CTL_DEL, link->tcp_fd, NULL);
+    epoll_ctl(link->pump->epoll_fd, EPOLL_CTL_DEL, link->pair_fd, NULL);
     close(link->tcp_fd);
     close(link->pair_fd);
     link->tcp_fd = link->pair_fd = -1;
