@@ -94,6 +94,17 @@ _READY_PAUSE_LAST_S = 0.1
 _CAP_GONE = 0xFFFF_FFFF_FFFF_FFFF
 
 
+def no_path_error(uri: TcpUri, failures: Sequence[TransportError]) -> TransportError:
+    """What to raise when every address of ``uri`` failed: the only failure itself, or one that names all."""
+    if len(failures) == 1:
+        return failures[0]
+    return ConnectError(
+        f"{uri.subnqn}: no path: " + "; ".join(str(failure) for failure in failures),
+        errno=failures[0].errno or 0,
+        trid=str(uri.address),
+    )
+
+
 class Controller:
     """An association with one controller: connected and enabled from ``connect`` until ``close``.
 
@@ -163,13 +174,7 @@ class Controller:
             except TransportError as error:
                 # Another path may do; a refusal by the target (CommandError) holds for all of them.
                 failures.append(error)
-        if len(failures) == 1:
-            raise failures[0]
-        raise ConnectError(
-            f"{uri.subnqn}: no path: " + "; ".join(str(failure) for failure in failures),
-            errno=failures[0].errno or 0,
-            trid=str(uri.address),
-        ) from failures[0]
+        raise no_path_error(uri, failures)
 
     @classmethod
     def _connect_address(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvdev.clock import Deadline
 from kvdev.errors import ConnectError, KvdevError, TransportError, UnsupportedError, UsageError
 from kvdev.initiator.change import Change, ana_path_states, compare
-from kvdev.initiator.controller import Controller
+from kvdev.initiator.controller import Controller, no_path_error
 from kvdev.initiator.event import EventKind, EventQueue, HostEvent
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.namespace import NamespaceInfo, NvmeNamespace, choose, scan
@@ -86,13 +86,7 @@ class Subsystem:
                 # Another path may do; a refusal by the target (CommandError) holds for all of them.
                 failures.append(error)
         else:
-            if len(failures) == 1:
-                raise failures[0]
-            raise ConnectError(
-                f"{uri.subnqn}: no path: " + "; ".join(str(failure) for failure in failures),
-                errno=failures[0].errno or 0,
-                trid=str(uri.address),
-            ) from failures[0]
+            raise no_path_error(uri, failures)
         subsystem.is_open = True
         for path in subsystem.paths:
             supervisor.add(path)
