@@ -127,6 +127,7 @@ bench: setup ## the benchmarks; leave the machine alone meanwhile
 	$(PY) bench/datapath.py
 	$(PY) bench/store.py
 	$(PY) bench/local.py
+	$(PY) bench/reconnect.py
 
 lint: dev ## ruff, formatting, and the C core under strict warnings
 	$(VENV)/bin/ruff check .
