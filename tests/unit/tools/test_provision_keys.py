@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvdev.errors import UsageError
+from kvdev.security.psk import TlsPsk
 from kvdev.security.secret import DhchapSecret
 from kvdev.target.model import TargetModel
 from kvdev.target.rpc_methods import RpcMethods
@@ -296,3 +297,92 @@ def test_what_a_host_proves_itself_with_holds_for_its_controllers() -> None:
     assert host.desired[Id(Kind.CONTROLLER, "N0")].attributes["dhchap_key"] == "own"
     with pytest.raises(UsageError, match="demands a dhchap_key of"):
         build_deployment(load_text(text.replace("    dhchap_key: own\n", "")))
+
+
+def encrypted_text(rpc: str, port: int, target_key: Path, host_key: Path) -> str:
+    """The same site over TLS: the listener takes nothing else, and nobody proves anything beyond the key."""
+    text = proven_text(rpc, port, target_key, host_key).replace("dhchap_key:", "psk:")
+    return text.replace(
+        f'listeners: ["127.0.0.1:{port}"]',
+        f'listeners: [{{address: "127.0.0.1:{port}", secure_channel: true}}]',
+    )
+
+
+def make_psk(path: Path, fill: int) -> str:
+    text = TlsPsk(bytes([fill]) * 32, 1).text()
+    path.write_text(text)
+    path.chmod(0o600)
+    return text
+
+
+def test_a_volume_is_made_and_seen_over_tls(
+    rpc: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target_key, host_key, wrong_key = tmp_path / "t", tmp_path / "h", tmp_path / "w"
+    secret = make_psk(target_key, 7)
+    assert make_psk(host_key, 7) == secret and make_psk(wrong_key, 9) != secret
+    path, port = tmp_path / "site.yaml", free_port()
+    path.write_text(encrypted_text(rpc, port, target_key, host_key))
+    shown = [
+        call(capsys, "plan", str(path)),
+        call(capsys, "apply", str(path)),
+        call(capsys, "status", str(path)),
+    ]
+    (volume,) = shown[2]["volumes"]
+    assert volume["health"] == "ok" and [each["name"] for each in volume["kv_namespaces"]] == ["llama.0"]
+    assert secret.split(":")[2] not in json.dumps(shown)
+    assert call(capsys, "plan", str(path))["is_empty"]
+    # A volume that the file does not name any more is looked for over TLS too.
+    less = encrypted_text(rpc, port, target_key, host_key).partition("volumes:")[0]
+    path.write_text(less.replace("    engines:\n      llama: {volume: pool, geometry: small}\n", ""))
+    assert "pool" in json.dumps(call(capsys, "plan", str(path)))
+
+    path.write_text(encrypted_text(rpc, port, target_key, wrong_key))
+    assert "volume pool" in refused_plan(capsys, str(path))
+    # Somebody else's array that takes TLS only.
+    vendor = encrypted_text(rpc, port, target_key, host_key)
+    vendor = vendor.replace(f"    rpc: {rpc}\n    keys: {{to-gpu0: {target_key}}}\n", "    managed: false\n")
+    vendor = vendor.replace("    bdevs:\n      m0: {malloc: {size: 16MiB}}\n", "").replace(
+        "{1: m0}", "{1: {}}"
+    )
+    vendor = vendor.replace("        hosts: [{host: gpu0, psk: to-gpu0}]\n", "")
+    path.write_text(vendor + "    host: gpu0\n")
+    assert call(capsys, "plan", str(path))["is_empty"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("    psk: own\n", "", "takes TLS only; name the psk of"),
+        ("    psk: own\n", "    psk: other\n", "'other': expected a name in keys of host gpu0"),
+        (f"    nqn: {HOST_NQN}\n", "", "needs an nqn: the secret belongs to it"),
+        (
+            f'    members: [{{target: array0, subsystem: "{NQN}"}}]',
+            f'    members: [{{target: array0, subsystem: "{NQN}"}}, "tcp://127.0.0.2:4420/{NQN}2?nsid=1"]',
+            "takes TLS only and tcp://127.0.0.2:4420/",
+        ),
+    ],
+)
+def test_a_host_that_could_not_encrypt_is_found_in_the_file(old: str, new: str, text: str) -> None:
+    whole = encrypted_text("/a.sock", 4420, Path("/t"), Path("/h"))
+    assert old in whole
+    with pytest.raises(UsageError, match=text):
+        build_deployment(load_text(whole.replace(old, new, 1)))
+
+
+def test_a_subsystem_with_open_and_encrypted_listeners_is_reached_without_tls_and_attached_by_one_sort() -> (
+    None
+):
+    text = encrypted_text("/a.sock", 4420, Path("/t"), Path("/h")).partition("    engines:")[0]
+    text = text.replace("secure_channel: true}]", 'secure_channel: true}, "127.0.0.1:4421"]')
+    controller = f"    controllers:\n      N0: {{target: array0, subsystem: '{NQN}'%s}}\n"
+    served = build_deployment(load_text(text)).subsystems[NQN]
+    assert served.reach == "127.0.0.1:4421" and not served.is_secure
+    with pytest.raises(UsageError, match="some of these listeners take TLS only, others none; name one sort"):
+        build_deployment(load_text(text + "    rpc: /b.sock\n" + controller % ""))
+    for paths, psk in (('["127.0.0.1:4420"]', "own"), ('["127.0.0.1:4421"]', None)):
+        built = build_deployment(load_text(text + "    rpc: /b.sock\n" + controller % f", paths: {paths}"))
+        assert built.endpoints[1].desired[Id(Kind.CONTROLLER, "N0")].attributes["psk"] == psk
+    bare = text.replace("    psk: own\n", "") + "    rpc: /b.sock\n"
+    with pytest.raises(UsageError, match="takes TLS only; name the psk of"):
+        build_deployment(load_text(bare + controller % ', paths: ["127.0.0.1:4420"]'))

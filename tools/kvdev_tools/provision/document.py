@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid as uuid_module
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import quote
@@ -29,6 +29,8 @@ UUID_NAMESPACE = uuid_module.UUID("6f1d1a0e-5c55-5d0f-9c1b-6b7664657630")
 STRIP_SIZE_DEFAULT = 128 * KIB
 CLUSTER_SIZE_DEFAULT = 4 * MIB
 BLOCK_SIZE_DEFAULT = 4096
+_SECRET_OPTIONS = {"psk": "tls_psk", "dhchap_key": "dhchap_key", "dhchap_ctrlr_key": "dhchap_ctrl_key"}
+"""Field of a host -> the initiator's option."""
 QOS_IOS_UNIT = 1000
 """SPDK rounds limits of operations up to thousands, and would then never show what was asked for."""
 
@@ -77,9 +79,20 @@ class ServedSubsystem:
     allowed_hosts: set[str] | None
     """NQNs; None lets every host in."""
     is_managed: bool = True
-    has_secure_channel_only: bool = False
+    secure_listeners: frozenset[str] = frozenset()
+    """Those that take nothing but TLS."""
     keyed_hosts: frozenset[str] = frozenset()
     """NQNs of the hosts that have to prove themselves."""
+
+    @property
+    def reach(self) -> str:
+        """The listener by which kvdev reaches it: the first that takes a connection without TLS, if there is one."""
+        return next((each for each in self.listeners if each not in self.secure_listeners), self.listeners[0])
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether it is reached by TLS only."""
+        return bool(self.listeners) and self.reach in self.secure_listeners
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,10 @@ class Deployment:
     """Of the entries of hosts that have one."""
     host_secrets: dict[str, dict[str, str]]
     """Host NQN -> where its secrets are kept, as ``make_session`` takes them."""
+
+    def secrets_for(self, host_nqn: str | None, served: ServedSubsystem) -> dict[str, str]:
+        """What ``host_nqn`` connects to ``served`` with: with a key of TLS connections are encrypted or not made."""
+        return _secrets_for(self.host_secrets.get(host_nqn or "", {}), is_secure=served.is_secure)
 
     def endpoint(self, name: str) -> Endpoint:
         for each in self.endpoints:
@@ -216,7 +233,7 @@ class _Builder:
         """Where kvdev finds what this host proves itself with; SPDK gets it by name from its keyring."""
         path = ("hosts", name)
         secrets: dict[str, str] = {}
-        for field_name, option in (("dhchap_key", "dhchap_key"), ("dhchap_ctrlr_key", "dhchap_ctrl_key")):
+        for field_name, option in _SECRET_OPTIONS.items():
             if field_name not in host:
                 continue
             key = host[field_name]
@@ -229,10 +246,24 @@ class _Builder:
             raise self._error((*path, "dhchap_ctrlr_key"), "needs a dhchap_key: the host proves itself first")
         return secrets
 
-    def _check_secret(self, served: ServedSubsystem, nqn: str | None, has_key: bool, path: Path_) -> None:
-        if nqn in served.keyed_hosts and not has_key:
+    def _check_secret(
+        self,
+        served: ServedSubsystem,
+        nqn: str | None,
+        names: Collection[str],
+        path: Path_,
+        *,
+        is_secure: bool,
+    ) -> None:
+        """``names``: the fields of secrets that the host has; ``is_secure``: whether it comes by TLS only."""
+        if nqn in served.keyed_hosts and "dhchap_key" not in names:
             raise self._error(
                 path, f"{served.nqn}: demands a dhchap_key of {nqn}; name it here, and in its keys"
+            )
+        if is_secure and "psk" not in names:
+            whose = "this host" if nqn is None else nqn
+            raise self._error(
+                path, f"{served.nqn}: takes TLS only; name the psk of {whose} here, and in its keys"
             )
 
     def _check_addresses(self, endpoints: list[Endpoint]) -> None:
@@ -264,7 +295,7 @@ class _Builder:
         self, target: str, nqn: str, given: dict[str, Any], here: Path_, is_managed: bool
     ) -> ServedSubsystem:
         listeners: list[str] = []
-        secure = []
+        secure: list[str] = []
         for index, each in enumerate(given.get("listeners", ())):
             address = each if isinstance(each, str) else each["address"]
             port = int(address.rpartition(":")[2])
@@ -273,7 +304,8 @@ class _Builder:
             if address in listeners:
                 raise self._error((*here, "listeners", index), f"{address}: is there twice")
             listeners.append(address)
-            secure.append(isinstance(each, dict) and each.get("secure_channel", False))
+            if isinstance(each, dict) and each.get("secure_channel", False):
+                secure.append(address)
         namespaces = {}
         for nsid, each in (given.get("namespaces") or {}).items():
             place = (*here, "namespaces", nsid)
@@ -288,9 +320,8 @@ class _Builder:
             for index, each in enumerate(given.get("hosts", ()))
             if is_managed and isinstance(each, dict) and "dhchap_key" in each
         )
-        is_secure = bool(secure) and all(secure)
         return ServedSubsystem(
-            nqn, target, here, listeners, namespaces, allowed, is_managed, is_secure, keyed
+            nqn, target, here, listeners, namespaces, allowed, is_managed, frozenset(secure), keyed
         )
 
     def _read_namespace(self, nsid: int, given: Any, place: Path_, is_managed: bool) -> ServedNamespace:
@@ -354,7 +385,7 @@ class _Builder:
 
     def _check_bare_host(self, value: dict[str, Any], path: Path_) -> None:
         for name in value:
-            if name not in ("nqn", "engines", "hugepages", "keys", "dhchap_key", "dhchap_ctrlr_key"):
+            if name not in ("nqn", "engines", "hugepages", "keys", *_SECRET_OPTIONS):
                 raise self._error((*path, name), "needs the rpc socket of this host's SPDK")
 
     # --- volumes and engines ---
@@ -380,14 +411,6 @@ class _Builder:
             if host is not None and host not in self._host_nqns:
                 raise self._error((*path, "host"), f"{host!r}: expected an entry of hosts with an nqn")
             nqn = self._volume_nqn(host, members, (*path, "host"))
-            secrets = next(
-                (kept for each, kept in self._host_secrets.items() if self._host_nqns[each] == nqn), {}
-            )
-            for member in members:
-                if (served := self._subsystems.get(member.subsystem or "")) is not None:
-                    entry = next((each for each, own in self._host_nqns.items() if own == nqn), None)
-                    where = path if entry is None else ("hosts", entry)
-                    self._check_secret(served, nqn, bool(secrets), where)
             volumes[name] = VolumeSpec(
                 name,
                 path,
@@ -395,9 +418,29 @@ class _Builder:
                 strip,
                 value.get("durability", "flushed") == "flushed",
                 nqn,
-                secrets,
+                self._volume_secrets(nqn, members, path),
             )
         return volumes
+
+    def _volume_secrets(self, nqn: str | None, members: list[Member], path: Path_) -> dict[str, str]:
+        """With what the host of a volume connects to all of its members: by TLS to all, or to none."""
+        entry = next((each for each, own in self._host_nqns.items() if own == nqn), None)
+        secrets = self._host_secrets.get(entry or "", {})
+        names = [field for field, option in _SECRET_OPTIONS.items() if option in secrets]
+        secure: dict[bool, str] = {}
+        for member in members:
+            served = self._subsystems.get(member.subsystem or "")
+            if served is not None:
+                where = path if entry is None else ("hosts", entry)
+                self._check_secret(served, nqn, names, where, is_secure=served.is_secure)
+            secure[served is not None and served.is_secure] = member.uri
+        if len(secure) == 2:
+            raise self._error(
+                (*path, "members"),
+                f"{secure[True]} takes TLS only and {secure[False]} does not; give all their subsystems "
+                "a secure_channel, or none",
+            )
+        return _secrets_for(secrets, is_secure=True in secure)
 
     def _members(self, given: Any, place: Path_) -> Iterator[Member]:
         if isinstance(given, str):
@@ -706,8 +749,15 @@ class _EndpointBuilder:
             **value,
         }
         if served is not None:
+            secure = [each in served.secure_listeners for each in paths]
+            if any(secure) and not all(secure):
+                raise self._error(
+                    (*path, "paths"), "some of these listeners take TLS only, others none; name one sort"
+                )
+            if "psk" in self._value and any(secure):
+                value = {"psk": self._value["psk"], **value}
             where = (*self._endpoint.path, *path)
-            self._parent._check_secret(served, self._endpoint.nqn, "dhchap_key" in value, where)
+            self._parent._check_secret(served, self._endpoint.nqn, value, where, is_secure=any(secure))
         attributes = {
             "trtype": "TCP",
             "subnqn": nqn,
@@ -835,7 +885,11 @@ def _lower(text: str | None) -> str | None:
 
 
 def namespace_uri(served: ServedSubsystem, nsid: int) -> str:
-    """The device URI of a served namespace, over its first listener."""
+    """The device URI of a served namespace, over the listener that kvdev reaches it by."""
     from kvdev.uri import parse_device_uri
 
-    return str(parse_device_uri(f"tcp://{served.listeners[0]}/{quote(served.nqn, safe=':.-_')}?nsid={nsid}"))
+    return str(parse_device_uri(f"tcp://{served.reach}/{quote(served.nqn, safe=':.-_')}?nsid={nsid}"))
+
+
+def _secrets_for(secrets: Mapping[str, str], *, is_secure: bool) -> dict[str, str]:
+    return {option: place for option, place in secrets.items() if option != "tls_psk" or is_secure}

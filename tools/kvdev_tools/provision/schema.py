@@ -203,6 +203,7 @@ _HOST = _object(
     (),
     **_SPDK,
     nqn=_text(NQN, "NQN this host connects with."),
+    psk=_text(NAME, "Name in its `keys` of the key of TLS, for listeners with a secure channel."),
     dhchap_key=_text(NAME, "Name in its `keys` of the secret it proves itself with."),
     dhchap_ctrlr_key=_text(NAME, "Name in its `keys` of the secret subsystems prove themselves with."),
     engines=_named(_ENGINE, "^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"),

@@ -98,7 +98,7 @@ def find_strays(
     ]
     left = limit
     parts: dict[bytes, list[_Part]] = {}
-    sessions: dict[str | None, Session] = {}
+    sessions: dict[tuple[str | None, bool], Session] = {}
     try:
         for served in subsystems:
             nsids = [nsid for nsid in sorted(served.namespaces) if (served.nqn, nsid) not in known]
@@ -107,10 +107,11 @@ def find_strays(
             left = None if left is None else left - len(looked)
             if looked:
                 host = host_for(deployment, served)
-                if host not in sessions:
-                    keys = deployment.host_secrets.get(host or "", {})
-                    sessions[host] = make_session(host, None, timeout_s=timeout_s, keys=keys)
-                for part in _look(sessions[host], served, looked, timeout_s, strays):
+                how = (host, served.is_secure)
+                if how not in sessions:
+                    keys = deployment.secrets_for(host, served)
+                    sessions[how] = make_session(host, None, timeout_s=timeout_s, keys=keys)
+                for part in _look(sessions[how], served, looked, timeout_s, strays):
                     parts.setdefault(part.label.volume_uuid, []).append(part)
         strays.found = [_open(each, timeout_s) for each in parts.values()]
     finally:
@@ -125,6 +126,11 @@ def _served(deployment: Deployment, endpoint: Endpoint, seen: Observed) -> Itera
     for nqn in sorted(nqns, key=lambda each: (each not in deployment.subsystems, each)):
         own = [each for each in seen.state if each.parent == nqn]
         listeners = [each.name for each in own if each.kind is Kind.LISTENER]
+        secure = frozenset(
+            each.name
+            for each in own
+            if each.kind is Kind.LISTENER and seen.state[each].attributes.get("secure_channel")
+        )
         hosts = {each.name for each in own if each.kind is Kind.HOST}
         namespaces = {int(each.name) for each in own if each.kind is Kind.NAMESPACE}
         is_open = bool(seen.state[Id(Kind.SUBSYSTEM, nqn)].attributes.get("allow_any_host"))
@@ -136,6 +142,7 @@ def _served(deployment: Deployment, endpoint: Endpoint, seen: Observed) -> Itera
                 listeners,
                 {nsid: ServedNamespace(nsid) for nsid in namespaces},
                 None if is_open else hosts,
+                secure_listeners=secure,
             )
 
 

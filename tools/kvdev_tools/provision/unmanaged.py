@@ -93,7 +93,7 @@ def see_unmanaged(deployment: Deployment, *, timeout_s: float) -> dict[str, Unma
         if served.is_managed:
             continue
         host = host_for(deployment, served)
-        keys = deployment.host_secrets.get(host or "", {})
+        keys = deployment.secrets_for(host, served)
         with make_session(host, None, timeout_s=timeout_s, keys=keys) as session:
             found[served.nqn] = _see(session, served, timeout_s)
     return found

@@ -195,7 +195,7 @@ def _unserved_target(look: Look, spec: VolumeSpec) -> str:
         view = look.view(served.target, "target")
         wanted = (
             Id(Kind.NAMESPACE, str(member.nsid), served.nqn),
-            Id(Kind.LISTENER, served.listeners[0], served.nqn),
+            Id(Kind.LISTENER, served.reach, served.nqn),
         )
         if view is None or not view.is_up or any(each not in view.observed.state for each in wanted):
             return f"{member.uri}: target {served.target} does not serve it"
