@@ -18,7 +18,7 @@ export PYTHONSAFEPATH := 1
 export KVDEV_INTEROP
 
 .DEFAULT_GOAL := help
-.PHONY: help need setup dev run build lint format typecheck test unit golden tidy property fuzz fuzz-short fuzz-coverage fuzz-minimize fault crash \
+.PHONY: help need setup dev run build lint format typecheck test unit golden tidy property fuzz fuzz-short fuzz-coverage fuzz-minimize soak fault crash \
         interop long bench-smoke bench asan wheel clean ci
 
 help: ## show this list
@@ -112,6 +112,10 @@ fuzz-short: $(FUZZ)/pdu_fuzz ## 2,000,000 mutated PDUs through host and target u
 fuzz-minimize: $(FUZZ)/pdu_libfuzzer
 	rm -rf $(FUZZ)/corpus_new && mkdir -p $(FUZZ)/corpus_new
 	$(FUZZ)/pdu_libfuzzer -merge=1 -max_len=4096 $(FUZZ)/corpus_new tests/fuzz/corpus $(FUZZ)/corpus
+
+soak: setup ## mixed verified I/O with random faults on 8 queue pairs; SECONDS=n, 1800 by default
+	KVDEV_SOAK_SECONDS=$(if $(filter command line,$(origin SECONDS)),$(SECONDS),1800) \
+	    $(PYTEST) -s tests/fault/test_soak.py $(PYTEST_ARGS)
 
 interop: setup ## real peers in QEMU; what is missing is a failure
 	KVDEV_INTEROP=require $(PYTEST) tests/interop $(PYTEST_ARGS)

@@ -102,7 +102,8 @@ class Relay:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            with selectors.DefaultSelector() as selector, self._lock:
+            # poll(2) has no descriptor of its own: who counts descriptors is not to meet one that comes and goes.
+            with selectors.PollSelector() as selector, self._lock:
                 selector.register(self._wake_fd, selectors.EVENT_READ)
                 selector.register(self._listener, selectors.EVENT_READ)
                 interests: dict[socket.socket, int] = {}
