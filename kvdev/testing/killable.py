@@ -41,6 +41,7 @@ class KillableTarget:
         nqn: str = "nqn.2024-01.io.kvdev:killable",
         namespace_count: int = 1,
         namespace_size_bytes: int = 16 << 20,
+        block_size_bytes: int = 4096,
         port_count: int = 1,
         min_kato_ms: int = 100,
         ana_reporting: bool = False,
@@ -53,6 +54,7 @@ class KillableTarget:
         self.nqn = nqn
         self.ports = free_ports(port_count)
         self.volatile_seed = volatile_seed
+        self.block_size_bytes = block_size_bytes
         self.files = [folder / f"namespace{index}" for index in range(namespace_count)]
         for path in self.files:
             path.touch()
@@ -76,7 +78,12 @@ class KillableTarget:
         for index, path in enumerate(self.files):
             # The same identity each time, as a device has.
             uuid = f"0e7d5c1a-6a0f-4a53-8f0e-{index:012x}"
-            bdev = {"name": f"b{index}", "filename": str(path), "block_size": 4096, "uuid": uuid}
+            bdev = {
+                "name": f"b{index}",
+                "filename": str(path),
+                "block_size": self.block_size_bytes,
+                "uuid": uuid,
+            }
             calls.append({"method": "bdev_aio_create", "params": bdev})
             params = {"nqn": self.nqn, "namespace": {"bdev_name": f"b{index}"}}
             calls.append({"method": "nvmf_subsystem_add_ns", "params": params})
