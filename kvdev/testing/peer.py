@@ -52,6 +52,8 @@ class PduFromHost:
 
     header: bytes
     data: bytes
+    padding: bytes = b""
+    """Between the header, or its digest, and the data."""
 
     @property
     def type(self) -> int:
@@ -193,12 +195,12 @@ class PeerConnection:
             position += 4
         if plen == position:
             return PduFromHost(header, b"")
-        self.receive(pdo - position)
+        padding = self.receive(pdo - position)
         digest_size = 4 if self.has_data_digest else 0
         data = self.receive(plen - pdo - digest_size)
         if self.has_data_digest:
             self._check_digest("data digest", data, self.receive(4))
-        return PduFromHost(header, data)
+        return PduFromHost(header, data, padding)
 
     def _check_digest(self, what: str, covered: bytes, digest: bytes) -> None:
         if crc32c(covered) != int.from_bytes(digest, "little"):

@@ -68,7 +68,7 @@ def c2h_raw(
     )
 
 
-# name -> (what the controller answers to a 16 KiB read, FES, FEI; None where it has no meaning)
+# name -> (what the controller answers to a 16 KiB read, FES, FEI; None where it has no meaning and is 0)
 READ_FAULTS: dict[str, tuple[Reply, int, int | None]] = {
     "r2t_for_a_read": (lambda c, p: c.pack_r2t(p.cid, 1, 0, SIZE), 2, None),
     "data_beyond_the_buffer": (lambda c, p: c.pack_c2h_data(p.cid, 0, DATA + DATA), 4, None),
@@ -88,18 +88,19 @@ READ_FAULTS: dict[str, tuple[Reply, int, int | None]] = {
         1,
         1,
     ),
-    "datal_zero": (lambda c, p: c2h_raw(p.cid, 0, 0), 1, None),
+    "datal_zero": (lambda c, p: c2h_raw(p.cid, 0, 0), 1, 16),
     "datal_not_a_dword_multiple": (lambda c, p: c2h_raw(p.cid, 0, 6, data=DATA[:6]), 1, 16),
-    "plen_not_datal": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, plen=24 + SIZE + 4), 1, None),
+    "plen_above_datal": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, plen=24 + SIZE + 4), 1, 4),
+    "plen_below_datal": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, plen=24 + SIZE - 4), 1, 4),
     "plen_0": (lambda c, p: c2h_raw(p.cid, 0, SIZE, plen=0), 1, 4),
     "plen_7": (lambda c, p: c2h_raw(p.cid, 0, SIZE, plen=7), 1, 4),
-    "plen_7fffffff": (lambda c, p: c2h_raw(p.cid, 0, SIZE, plen=0x7FFFFFFF), 1, None),
-    "plen_ffffffff": (lambda c, p: c2h_raw(p.cid, 0, SIZE, plen=0xFFFFFFFF), 1, None),
+    "plen_7fffffff": (lambda c, p: c2h_raw(p.cid, 0, SIZE, plen=0x7FFFFFFF), 1, 4),
+    "plen_ffffffff": (lambda c, p: c2h_raw(p.cid, 0, SIZE, plen=0xFFFFFFFF), 1, 4),
     "hlen_0": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, hlen=0), 1, 2),
     "hlen_255": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, hlen=255), 1, 2),
     "pdo_0": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, pdo=0), 1, 3),
-    "pdo_not_a_multiple": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, pdo=26), 1, None),
-    "pdo_255": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, pdo=255), 1, None),
+    "pdo_not_a_multiple": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, pdo=26), 1, 3),
+    "pdo_255": (lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, pdo=255), 1, 3),
     "header_digest_flag_not_agreed": (
         lambda c, p: c2h_raw(p.cid, 0, SIZE, data=DATA, flags=FLAG_LAST | FLAG_HDGST),
         1,
@@ -161,10 +162,11 @@ class Offender:
         peer.join()
         assert self.term is not None and self.term.type == H2C_TERM
         assert self.term.fes == fes
-        if fei is not None:
-            assert self.term.fei == fei
+        assert self.term.fei == (fei or 0)
         assert 24 < self.term.plen <= 152
-        assert self.term.data[:8] in self.sent, "the term carries the offending header"
+        assert len(self.term.data) >= 8 and self.term.data in self.sent, (
+            "the term carries the offending header"
+        )
 
 
 def memory_size_bytes() -> int:
@@ -387,12 +389,14 @@ def test_header_digest_when_flag_is_cleared_then_fatal() -> None:
 # ---- data that did not move ----
 
 
-@pytest.mark.parametrize("is_success", [False, True])
-def test_read_when_success_comes_short_of_data_then_it_fails(is_success: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "is_success"), [(0, False), (4096, False), (4096, True), (SIZE - 4, False), (SIZE - 4, True)]
+)
+def test_read_when_success_comes_short_of_data_then_it_fails(size: int, is_success: bool) -> None:
     def script(connection: PeerConnection) -> None:
         connection.accept_ic()
         command = connection.receive_command()
-        out = connection.pack_c2h_data(command.cid, 0, DATA[:4096], is_success=is_success)
+        out = connection.pack_c2h_data(command.cid, 0, DATA[:size], is_success=is_success) if size else b""
         connection.send(out if is_success else out + connection.pack_response(command.cid))
         connection.send_read(connection.receive_command(), DATA)
         connection.wait_closed()
@@ -545,6 +549,18 @@ def test_connect_when_required_digest_is_refused_then_error_names_it(option: str
     with ScriptedPeer(answer(pack_ic_resp(), terms)) as peer:
         with pytest.raises(UnsupportedError, match=f"expected {text} enabled as required"):
             connect(peer, 5.0, **{option: "require"})
+        peer.join()
+    assert (terms[0].fes, terms[0].fei) == (6, 11)
+
+
+@pytest.mark.parametrize(("granted", "refused"), [(1, "data digest"), (2, "header digest")])
+def test_connect_when_one_of_two_required_digests_is_refused_then_error_names_that(
+    granted: int, refused: str
+) -> None:
+    terms: list[PduFromHost] = []
+    with ScriptedPeer(answer(pack_ic_resp(dgst=granted), terms)) as peer:
+        with pytest.raises(UnsupportedError, match=f"expected {refused} enabled as required"):
+            connect(peer, 5.0, header_digest="require", data_digest="require")
         peer.join()
     assert (terms[0].fes, terms[0].fei) == (6, 11)
 

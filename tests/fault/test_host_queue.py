@@ -100,6 +100,39 @@ def test_write_then_read_when_target_behaves_then_bytes_are_equal(
         assert (info.outstanding_count, info.in_flight_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("header_digest", ["off", "require"])
+@pytest.mark.parametrize("cpda", [0, 1, 3, 4, 5, 7, 15, 31])
+def test_write_when_controller_demands_an_alignment_then_data_starts_at_its_first_multiple(
+    cpda: int, header_digest: str
+) -> None:
+    """TCP 3.3: also where the alignment is smaller than the header and does not divide it."""
+    seen: list[PduFromHost] = []
+
+    def script(connection: PeerConnection) -> None:
+        connection.accept_ic(cpda=cpda)
+        seen.append(connection.receive_command())
+        connection.send_response(seen[0])
+        command = connection.receive_command()
+        connection.send(connection.pack_r2t(command.cid, 1, 0, 2 * BLOCK))
+        seen.append(connection.receive_pdu())
+        connection.send_response(command)
+        connection.wait_closed()
+
+    buffers = [GuardedBuffer(BLOCK), GuardedBuffer(2 * BLOCK)]
+    with (
+        ScriptedPeer(script) as peer,
+        PeerHost(peer, in_capsule_size_bytes=BLOCK, header_digest=header_digest) as host,
+    ):
+        for buffer in buffers:
+            assert host.run(OPCODE_WRITE, buffer)["error"] == 0
+    unit = 4 * (cpda + 1)
+    for pdu, buffer, header_size in zip(seen, buffers, (72, 24), strict=True):
+        head_size = header_size + (4 if header_digest == "require" else 0)
+        assert pdu.pdo == -(-head_size // unit) * unit
+        assert pdu.padding == bytes(pdu.pdo - head_size)
+        assert pdu.data == buffer.array.tobytes()
+
+
 def test_commands_when_sent_then_the_capsule_is_what_the_specification_says() -> None:
     script = MemoryScript(bytearray(1 << 20))
     with ScriptedPeer(script) as peer, PeerHost(peer, in_capsule_size_bytes=BLOCK) as host:

@@ -116,12 +116,28 @@ def test_what_is_written_is_read_back(
     wait_until(lambda: not target.service.controllers(target.nqn)[0].io_qpair_count)
 
 
-def test_header_padding_is_what_the_host_demands(target: RunningTarget, admin: RawHost) -> None:
-    with connected_io(admin, target.nqn, qid=6, hpda=31, hdgst=True) as io:
-        io.send(io.capsule(read(0, 8)))
+@pytest.mark.parametrize("hdgst", [False, True])
+@pytest.mark.parametrize("hpda", [0, 1, 3, 4, 5, 7, 15, 31])
+def test_header_padding_is_what_the_host_demands_and_no_more_is_asked_of_it(
+    target: RunningTarget, admin: RawHost, rng: np.random.Generator, hpda: int, hdgst: bool
+) -> None:
+    with connected_io(admin, target.nqn, qid=6, hpda=hpda, hdgst=hdgst) as io:
+        data = random_bytes(rng, 6 * BLOCK)
+        assert io.cpda == 0, "what the host asks is not asked of it"
+        # Nothing that the host sends is padded (TCP 3.3: that is CPDA's to demand).
+        assert io.execute(write(8, data[:BLOCK]), data[:BLOCK]).cqe.is_success
+        reply = io.execute(write(9, data[BLOCK:]), data[BLOCK:], in_capsule=False)
+        assert reply.cqe.is_success and reply.r2t_count == 1
+        io.send(io.capsule(read(8, 6)))
         pdu = io.read_pdu()
-        assert pdu.type == C2H_DATA and pdu.pdo == 128
+        unit = 4 * (hpda + 1)
+        head_size = 24 + 4 * hdgst
+        # The first multiple of the unit after the header, also where that is longer than the unit.
+        assert (pdu.type, pdu.pdo) == (C2H_DATA, -(-head_size // unit) * unit)
+        assert pdu.data == data
         assert io.read_pdu().type == CAPSULE_RESP
+        io.close()
+    wait_until(lambda: not target.service.controllers(target.nqn)[0].io_qpair_count)
 
 
 def test_success_comes_with_the_data_only_without_sq_flow_control(
