@@ -110,6 +110,10 @@ class CommandError(KvdevError):
         return not self.dnr
 
 
+class LeaseLostError(KvdevError):
+    """Another owner took a KV namespace over: nothing that this one does counts any more; open it anew."""
+
+
 class AuthenticationError(KvdevError):
     """One side could not prove who it is; ``reason`` is the specification's word for why.
 

@@ -51,6 +51,10 @@ from kvdev.native.io import (
 POLL_COUNT_MAX = 4096
 """Completions taken by one poll unless the caller says otherwise: bounds the array a poll allocates."""
 
+WRITER_SETTLE_S = 10.0
+"""For devices that do not say how long a writer that is gone may still have writes under way: what the initiator
+takes for controllers without a CQT."""
+
 _ABANDON_WAIT_S = 5.0
 """An abandoned command completes without waiting for its peer; this only bounds a broken queue."""
 
@@ -143,8 +147,25 @@ class BlockDevice(ABC):
     """Blocks that one ``compare_and_write`` may cover; 0 where the device has none."""
     reservations: ReservationControl | None = None
     """Reservations on the device; None where it has none."""
+    is_host_local: bool = False
+    """Whether nobody outside this host, or outside the locks of this host, can write to it."""
     queue: IoQueue
     device_index: int
+
+    @property
+    def fence_ns(self) -> int:
+        """Monotonic time after which no write of this process that was lost so far can take effect; 0: none was."""
+        return 0
+
+    @property
+    def dead_writer_s(self) -> float:
+        """How long after the end of another process of this host its last writes may still land."""
+        return 0.0 if self.is_host_local else WRITER_SETTLE_S
+
+    @property
+    def lost_writer_s(self) -> float:
+        """How long after another host has sent its last write that may still land."""
+        return self.dead_writer_s
 
     @property
     def size_bytes(self) -> int:

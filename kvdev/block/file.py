@@ -30,7 +30,7 @@ from kvdev.block.kernel_device import (
     sysfs_identity,
 )
 from kvdev.block.local import compare_then_write
-from kvdev.clock import Deadline
+from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import TransportError, UnsupportedError, UsageError
 from kvdev.native.file import (
     IO_URING,
@@ -61,6 +61,8 @@ _FLOCK = struct.Struct("hhqqi4x")
 COMPARE_AND_WRITE_LOCK_OFFSET = 3 << 61
 """Where the lock byte of block 0 lies: far past any data, and past the store's own locks."""
 _LOCK_PAUSE_S = 0.001
+FENCE_NEVER_NS = 1 << 62
+"""A fence that is not in sight: the kernel still holds operations that were given up."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ class FileDevice(BlockDevice):
     def _read_shape(self, block_size_bytes: int | None) -> None:
         mode = os.fstat(self._fd)
         self.is_block_device = stat.S_ISBLK(mode.st_mode)
+        # Of a regular file whoever may write holds a lock on it; a block device may be another host's as well.
+        self.is_host_local = not self.is_block_device
         self.queue_facts = QueueFacts()
         if self.is_block_device:
             block_size, size_bytes, is_read_only = block_shape(self._fd)
@@ -299,6 +303,11 @@ class FileDevice(BlockDevice):
     def is_stuck(self) -> bool:
         """Whether the kernel still holds what was given up: no command is taken meanwhile."""
         return self._fd >= 0 and not self._are_orphans_back()
+
+    @property
+    def fence_ns(self) -> int:
+        """Now, unless the kernel still holds what was given up."""
+        return FENCE_NEVER_NS if self.is_stuck else SYSTEM_CLOCK.monotonic_ns()
 
     @property
     def description(self) -> str:

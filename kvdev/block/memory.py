@@ -21,7 +21,7 @@ from kvdev.block.local import (
     bytes_at,
     compare_then_write,
 )
-from kvdev.clock import Deadline
+from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import CapacityError, UsageError
 from kvdev.native.io import (
     OPCODE_COMPARE,
@@ -42,6 +42,8 @@ Returns −errno and status; when either is not 0 the command fails with them an
 
 class MemoryDevice(LocalDevice):
     """Blocks in this process's memory; ``data`` is the whole of it, for tests to look at and to damage."""
+
+    is_host_local = True
 
     def __init__(
         self,
@@ -78,6 +80,11 @@ class MemoryDevice(LocalDevice):
         self.queue: LocalQueue = queue or LocalQueue()
         self.device_index = self.queue.add_device(self)
         self.compare_and_write_blocks = 1
+
+    @property
+    def fence_ns(self) -> int:
+        """Now: a command that failed is over."""
+        return SYSTEM_CLOCK.monotonic_ns()
 
     def compare_and_write(
         self, slba: int, expected: bytes | bytearray, new: bytes | bytearray, deadline: Deadline

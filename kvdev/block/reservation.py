@@ -85,6 +85,10 @@ class ReservationControl(Protocol):
     UncertainWriteError when the connection was lost under a command that changes something: ask for a report.
     """
 
+    @property
+    def host_id(self) -> bytes:
+        """As whom this process is connected: HOSTID."""
+
     def report(self, deadline: Deadline) -> ReservationStatus:
         """Who is registered, and what is held."""
 

@@ -11,7 +11,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvdev.errors import UsageError
@@ -42,6 +42,14 @@ class HostIdentity:
     def host_id_bytes(self) -> bytes:
         """The identifier as the Connect data carries it."""
         return self.host_id.bytes
+
+    def for_this_process(self) -> HostIdentity:
+        """The same host NQN with a new host identifier.
+
+        A reservation knows hosts by their identifier: one that a process has to itself can be taken from it
+        without touching others of its host.
+        """
+        return replace(self, host_id=uuid.uuid4())
 
     @classmethod
     def of(

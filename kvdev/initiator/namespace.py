@@ -349,6 +349,23 @@ class NvmeNamespace(BlockDevice):
         """Monotonic time after which no write that was lost so far can take effect any more; 0: none was lost."""
         return self._source.fence_ns
 
+    @property
+    def dead_writer_s(self) -> float:
+        """The controller notices that the connections of a process are closed, and stops within its CQT."""
+        controller = self.controller
+        if controller.options.fence_wait_s is not None:
+            return controller.options.fence_wait_s
+        return controller.identify.cqt_ms / 1000 or controller.options.cqt_default_s
+
+    @property
+    def lost_writer_s(self) -> float:
+        """Base 9.6.2, for a host with the keep alive timeout of this one."""
+        controller = self.controller
+        if controller.options.fence_wait_s is not None:
+            return controller.options.fence_wait_s
+        intervals = 3 if controller.is_traffic_based else 2
+        return intervals * controller.kato_ms / 1000 + self.dead_writer_s
+
     def resize(self, info: NamespaceInfo) -> None:
         """The namespace has grown or shrunk (a changed namespace event)."""
         self.info = info

@@ -76,6 +76,10 @@ class NamespaceReservations:
     def __init__(self, namespace: NvmeNamespace) -> None:
         self._namespace = namespace
 
+    @property
+    def host_id(self) -> bytes:
+        return self._namespace.controller.host.host_id_bytes
+
     def report(self, deadline: Deadline) -> ReservationStatus:
         size_bytes = REPORT_SIZE_BYTES
         for _ in range(REPORT_READ_COUNT):

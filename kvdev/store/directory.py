@@ -24,6 +24,8 @@ COPY_COUNT = 2
 class Place:
     """One record's place: the newest intact copy, and what is wrong with the others."""
 
+    raw: tuple[bytes, ...] = ()
+    """The first block of each copy, as read."""
     record: Record | None = None
     intact_count: int = 0
     problems: list[str] = field(default_factory=list)
@@ -47,11 +49,14 @@ class Directory:
 
     def read(self, record_index: int, deadline: Deadline) -> Place:
         """The record at one place, from both copies."""
-        copies = [
+        return self._judge(record_index, self.read_raw(record_index, deadline))
+
+    def read_raw(self, record_index: int, deadline: Deadline) -> list[bytes]:
+        """The block of each copy."""
+        return [
             self._io.read(self.slba_of(record_index, copy), 1, deadline).tobytes()
             for copy in range(COPY_COUNT)
         ]
-        return self._judge(record_index, copies)
 
     def read_all(self, deadline: Deadline) -> list[Place]:
         """Every place, with one read per copy of the directory."""
@@ -67,7 +72,7 @@ class Directory:
         ]
 
     def _judge(self, record_index: int, copies: list[bytes]) -> Place:
-        place = Place()
+        place = Place(tuple(copies))
         for copy_index, untrusted in enumerate(copies):
             if not any(untrusted[:HEADER_SIZE_BYTES]):
                 continue  # the common case, without an exception
@@ -94,6 +99,32 @@ class Directory:
         """Write a record over the older copy; returns the members to flush before it is durable."""
         slba = self.slba_of(record.record_index, record.sequence % COPY_COUNT)
         return self._io.write(slba, build_record(record), deadline)
+
+    def build(self, record: Record) -> bytes:
+        """The block of a record's copy."""
+        return build_record(record).ljust(self._io.block_size_bytes, b"\0")
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether the devices write a record only over what its writer expects."""
+        return self._io.device.compare_and_write_blocks > 0
+
+    def exchange(
+        self, record: Record, *, expected: bytes, new: bytes, deadline: Deadline
+    ) -> MemberMask | None:
+        """Write a copy if it holds ``expected``; the members to flush, None if it holds something else, or cannot be
+        compared."""
+        if not self.can_compare:
+            return None
+        slba = self.slba_of(record.record_index, record.sequence % COPY_COUNT)
+        return self._io.compare_and_write(slba, expected, new, deadline)
+
+    def flush(self, members: MemberMask, deadline: Deadline) -> None:
+        self._io.flush(members, deadline)
+
+    def is_fenced(self, since_ns: int) -> bool:
+        """Whether no write that was lost since then can take effect any more."""
+        return self._io.is_fenced(since_ns)
 
 
 def _is_unused(untrusted: bytes, volume_uuid: bytes) -> bool:

@@ -9,16 +9,23 @@ Threads: any; one lock per namespace, held during I/O.
 
 from __future__ import annotations
 
-import os
+import logging
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdev.clock import Deadline
-from kvdev.errors import CapacityError, CorruptionError, KvdevError, UnsupportedError, UsageError
+from kvdev.clock import SYSTEM_CLOCK, Deadline
+from kvdev.errors import (
+    CapacityError,
+    CorruptionError,
+    KvdevError,
+    LeaseLostError,
+    UnsupportedError,
+    UsageError,
+)
 from kvdev.keys import KEY_SIZE_BYTES, KeyArray
 from kvdev.native.index import (
     OUTCOME_FAILED,
@@ -33,11 +40,15 @@ from kvdev.native.index import (
     Uint32Array,
 )
 from kvdev.native.io import OPCODE_WRITE, address_of
+from kvdev.store.claim import leave, wait_fenced
 from kvdev.store.directory import Directory
+from kvdev.store.fence import Fence, is_conflict
 from kvdev.store.geometry_block import read_geometry
 from kvdev.store.journal import Journal
-from kvdev.store.lock import OwnerLock, boot_id, start_ticks
+from kvdev.store.lease import Lease
+from kvdev.store.lock import OwnerLock
 from kvdev.store.page_io import page_io_of
+from kvdev.store.record_keeper import RecordKeeper
 from kvdev.store.superblock import EVICTION_POLICIES, FLAG_CLEAN, Record, policy_name
 from kvdev.store.volume_io import MemberMask, VolumeIo
 
@@ -48,6 +59,7 @@ GENERATION_EPOCH_SHIFT = 40
 READER_ATTEMPT_COUNT = 3
 """Times a reader loads a table that its owner changes meanwhile."""
 CLOSE_TIMEOUT_S = 30.0
+log = logging.getLogger("kvdev.store")
 
 
 @dataclass(frozen=True)
@@ -90,9 +102,11 @@ class KvNamespace:
         what: str,
         mode: Mode,
         lock: OwnerLock | None,
+        lease: Lease | None = None,
         deadline: Deadline,
     ) -> None:
-        """Load the table and, as owner, take a new epoch. ``lock`` is released by ``close``."""
+        """Load the table and, as owner, take a new epoch; what the owner before may still write is waited for
+        before the first write, not here. ``lock`` is released by ``close``."""
         self.what = what
         self.mode: Mode = mode
         self._io = io
@@ -100,7 +114,10 @@ class KvNamespace:
         self._lock = lock
         self.mutex = threading.RLock()
         self._is_closed = False
-        self._record_failures = 0
+        if mode == "owner":
+            lease = lease or Lease(what, fence=Fence())
+        self._lease = lease
+        self._is_settled = False
         self.withdrawn_count = 0
         self.commit_count = 0
         self.checkpoint_count = 0
@@ -109,8 +126,8 @@ class KvNamespace:
         # Whoever wrote before us may have left completed writes in caches: what we read becomes durable
         # before the first record that builds on it.
         self._dirty_data: MemberMask = io.all_members()
-        if mode == "owner":
-            self._take_epoch(deadline)
+        if mode == "owner" and not self._is_fence_ahead():
+            self.settle(deadline=deadline)
 
     # --- opening -----------------------------------------------------------------------------
 
@@ -139,7 +156,7 @@ class KvNamespace:
             problems = "; ".join(place.problems) or "it was deleted"
             raise CorruptionError(f"{self.what}: no intact record: {problems}")
         self._check_record(record)
-        self._record = record
+        self._keeper = RecordKeeper(self._directory, place, self._lease)
         self.uuid = record.namespace_uuid
         self.name = record.name
         self.quota_pages = record.quota_pages
@@ -216,6 +233,86 @@ class KvNamespace:
                 f"{self.what}: record {record.record_index}: its extents contradict each other"
             )
 
+    @property
+    def _record(self) -> Record:
+        return self._keeper.record
+
+    # --- ownership ---------------------------------------------------------------------------
+
+    @property
+    def fence_kind(self) -> str:
+        """What keeps an owner out that lost its lease: ``reservation``, ``time`` or ``lock``; empty for readers."""
+        return "" if self._lease is None else self._lease.fence.kind
+
+    def _is_fence_ahead(self) -> bool:
+        return self._lease is not None and SYSTEM_CLOCK.monotonic_ns() < self._lease.fence_until_ns
+
+    def settle(self, *, deadline: Deadline) -> None:
+        """Wait until nothing of the owner before can land any more, then become the owner on media.
+
+        The first write does so by itself. Until then pages are read as they were found.
+        """
+        with self.mutex:
+            if self._is_settled or self._lease is None:
+                return
+            self._check_owned()
+            if self._is_fence_ahead():
+                wait_fenced(self._lease, deadline)
+                # It may have gone on while we waited: what it made durable is there, and counts.
+                self._load(self._record.record_index, deadline)
+            self._take_epoch(deadline)
+            self._is_settled = True
+
+    def renew(self, *, deadline: Deadline) -> None:
+        """Write the lease anew. Whoever uses the namespace does so by itself, when it is due.
+
+        A failure is an error only when the lease is over: until then the next use tries again.
+        """
+        with self.mutex:
+            self._check_owned()
+            lease = self._lease
+            if lease is None or not self._is_settled:
+                return
+            try:
+                if not lease.fence.is_joined(deadline):
+                    # A target that was started anew forgot us, or somebody put us out: that shows in the record.
+                    self._keeper.check(deadline)
+                    lease.fence.join(deadline)
+                self._keeper.write(deadline, durable_sequence=self._journal.durable_sequence)
+            except LeaseLostError:
+                lease.fence.leave(deadline)
+                raise
+            except KvdevError as error:
+                if not lease.is_valid:
+                    raise
+                log.warning("%s: lease: not renewed yet: %s", self.what, error)
+                lease.postpone()
+
+    def note_failure(self, error: KvdevError | None) -> None:
+        """Tell of a write that failed: a reservation conflict is how an owner learns that it was put out."""
+        if is_conflict(error):
+            with self.mutex:
+                self.renew(deadline=Deadline.after(CLOSE_TIMEOUT_S))
+
+    def _check_owned(self) -> None:
+        if self._lease is not None and self._lease.lost_to:
+            raise self._lease.lost_error()
+
+    def _keep_lease(self) -> None:
+        """Before anything that an owner does: it must be one. Costs a look at the clock."""
+        lease = self._lease
+        if lease is None or not self._is_settled:
+            return
+        if lease.lost_to or lease.is_due:
+            self.renew(deadline=Deadline.after(CLOSE_TIMEOUT_S))
+
+    def bounded(self, deadline: Deadline) -> Deadline:
+        """Where only time keeps a lost owner out, nothing is sent after its lease has ended."""
+        lease = self._lease
+        if lease is None or lease.fence.kind != "time" or deadline.remaining_s() <= lease.remaining_s:
+            return deadline
+        return Deadline.after(lease.remaining_s, clock=deadline.clock)
+
     def _take_epoch(self, deadline: Deadline) -> None:
         """Become the owner on media: a higher epoch, durable before anything is written under it."""
         self._io.flush(self._dirty_data, deadline)
@@ -233,13 +330,12 @@ class KvNamespace:
             self._write_record(deadline, **owner)
 
     def _owner_fields(self) -> dict[str, object]:
+        assert self._lease is not None, "only an owner takes an epoch"
         return {
             "epoch": self.epoch,
             "epoch_first_sequence": self._journal.next_sequence,
-            "flags": 0,
-            "owner_boot_id": boot_id(),
-            "owner_pid": os.getpid(),
-            "owner_start_ticks": start_ticks(os.getpid()) or 0,
+            "durable_sequence": self._journal.next_sequence - 1,
+            **self._lease.fields(),
         }
 
     # --- the owner's table -------------------------------------------------------------------
@@ -294,7 +390,7 @@ class KvNamespace:
         the batch exceeds ``batch_limit``, or when no slot can be had.
         """
         with self.mutex:
-            self._check_writable()
+            self._check_writable(deadline)
             count = len(keys)
             if count > self.batch_limit:
                 raise CapacityError(
@@ -365,7 +461,7 @@ class KvNamespace:
             members: which members the data went to; all if None.
         """
         with self.mutex:
-            self._check_writable()
+            self._check_writable(deadline)
             self._dirty_data |= self._io.all_members() if members is None else members
             if outcome is None:
                 outcome = np.zeros(len(keys), dtype=np.uint8)
@@ -405,7 +501,7 @@ class KvNamespace:
     def delete(self, keys: KeyArray, *, deadline: Deadline) -> npt.NDArray[np.bool_]:
         """Remove pages; True where there was one. Until the next ``flush`` a crash may bring them back."""
         with self.mutex:
-            self._check_writable()
+            self._check_writable(deadline)
             done = np.zeros(len(keys), dtype=np.bool_)
             for start in range(0, len(keys), self._pending_limit):
                 part = slice(start, start + self._pending_limit)
@@ -433,7 +529,7 @@ class KvNamespace:
         the error raised.
         """
         with self.mutex:
-            self._check_writable()
+            self._check_writable(deadline)
             self._commit(deadline)
 
     # --- the order of writes -----------------------------------------------------------------
@@ -441,10 +537,12 @@ class KvNamespace:
     def _commit(self, deadline: Deadline) -> None:
         if self._index.counts()[0] == 0:
             return
+        deadline = self.bounded(deadline)
         try:
             self._io.flush(self._dirty_data, deadline)
-        except KvdevError:
+        except KvdevError as error:
             self.withdrawn_count += self._index.drop_pending()
+            self.note_failure(error)
             raise
         self._dirty_data = self._io.no_members()
         records = self._index.collect()
@@ -460,8 +558,9 @@ class KvNamespace:
                 members = self._journal.append(records, epoch=self.epoch, deadline=deadline)
                 self._io.flush(members, deadline)
                 self._journal.confirm()
-        except KvdevError:
+        except KvdevError as error:
             self.withdrawn_count += self._index.fail(records)
+            self.note_failure(error)
             raise
         self._index.settle(records)
         self.commit_count += 1
@@ -526,16 +625,7 @@ class KvNamespace:
         return result.members
 
     def _write_record(self, deadline: Deadline, **fields: object) -> None:
-        # After a failure the same copy is written again: the other one is the last that is known good.
-        sequence = self._record.sequence + 1 + 2 * self._record_failures
-        record = replace(self._record, sequence=sequence, **fields)  # type: ignore[arg-type]
-        try:
-            self._io.flush(self._directory.write(record, deadline), deadline)
-        except KvdevError:
-            self._record_failures += 1
-            raise
-        self._record = record
-        self._record_failures = 0
+        self._keeper.write(deadline, **{"durable_sequence": self._journal.durable_sequence, **fields})
 
     # --- end ---------------------------------------------------------------------------------
 
@@ -590,8 +680,13 @@ class KvNamespace:
             deadline = deadline or Deadline.after(CLOSE_TIMEOUT_S)
             try:
                 if self.mode == "owner":
+                    self._check_owned()
+                if self._is_settled:
+                    self._keep_lease()
                     self._commit(deadline)
-                    self._checkpoint(deadline, flags=FLAG_CLEAN)
+                    self._checkpoint(deadline, flags=FLAG_CLEAN, lease_ms=0, lease_key=0)
+                    if self._lease is not None:
+                        leave(self._lease.fence, self._directory, deadline)
             finally:
                 self.abandon()
 
@@ -604,8 +699,11 @@ class KvNamespace:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError(f"{self.what}: is closed")
+        self._keep_lease()
 
-    def _check_writable(self) -> None:
+    def _check_writable(self, deadline: Deadline | None = None) -> None:
         self._check_open()
         if self.mode != "owner":
             raise UsageError(f"{self.what}: is open as reader; open it as owner to change it")
+        if not self._is_settled:
+            self.settle(deadline=deadline or Deadline.after(CLOSE_TIMEOUT_S))

@@ -140,12 +140,13 @@ class PageStore:
         grants = namespace.reserve(keys, deadline=deadline)
         try:
             result = namespace.page_io.write(
-                grants, addresses, deadline=deadline, wants_crc=checksums is None
+                grants, addresses, deadline=namespace.bounded(deadline), wants_crc=checksums is None
             )
         except BaseException:
             # Nobody knows how far it came: the slots stay out of use until the namespace is opened again.
             namespace.release(grants, is_fate_unknown=True, deadline=deadline)
             raise
+        namespace.note_failure(result.failure)
         crc32c = result.crc32c if checksums is None else checksums
         stored = namespace.commit(
             keys, grants, crc32c, outcome=result.outcome, members=result.members, deadline=deadline

@@ -10,6 +10,7 @@ import struct
 from dataclasses import dataclass, replace
 
 from kvdev.store.media import (
+    HEADER_SIZE_BYTES,
     MAGIC_RECORD,
     MAGIC_SUPERBLOCK,
     NAME_BYTES,
@@ -103,8 +104,16 @@ EVICTION_POLICIES = ("lru", "fifo", "none")
 RECORD_FREE = 0
 RECORD_LIVE = 1
 FLAG_CLEAN = 0x01
+FLAG_CLAIMED = 0x02
+"""Its owner took over from one that may be alive, and has not waited for that one's writes yet."""
 
 _RECORD = struct.Struct(f"<{NAME_BYTES}s16s32sBBBB4xQIII4xQIIQIIQIIQQQQQ16sI4xQQ")
+
+
+_LEASE = struct.Struct("<16sQIIQ40s")
+_LEASE_OFFSET = 336 - HEADER_SIZE_BYTES
+"""Behind what the first version of the record had: all zero there means that nobody has a lease."""
+HOST_NAME_BYTES = 40
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,16 @@ class Record:
     created_unix_s: int
     eviction_policy: int = 0
     """Index in ``EVICTION_POLICIES``; a later version may know more."""
+    lease_host_id: bytes = bytes(16)
+    """HOSTID under which the owner writes; zero where the members have no such thing."""
+    lease_key: int = 0
+    """Reservation key of the owner; 0 where no member has reservations."""
+    lease_ms: int = 0
+    """How long the owner may write after it last wrote this record; 0 without a lease."""
+    lease_pid_namespace: int = 0
+    durable_sequence: int = 0
+    """The newest journal record known to be durable when this was written, for those who follow the journal."""
+    lease_host_name: str = ""
 
     @property
     def is_live(self) -> bool:
@@ -152,6 +171,10 @@ class Record:
     @property
     def is_clean(self) -> bool:
         return bool(self.flags & FLAG_CLEAN)
+
+    @property
+    def is_claimed(self) -> bool:
+        return bool(self.flags & FLAG_CLAIMED)
 
     @property
     def extent_end(self) -> int:
@@ -196,6 +219,15 @@ def build_record(record: Record) -> bytes:
         record.owner_start_ticks,
         record.created_unix_s,
     )
+    assert len(body) <= _LEASE_OFFSET
+    body = body.ljust(_LEASE_OFFSET, b"\0") + _LEASE.pack(
+        record.lease_host_id,
+        record.lease_key,
+        record.lease_ms,
+        record.lease_pid_namespace,
+        record.durable_sequence,
+        record.lease_host_name.encode()[:HOST_NAME_BYTES],
+    )
     header = MediaHeader(
         MAGIC_RECORD,
         record.volume_uuid,
@@ -221,4 +253,14 @@ def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
         flags,
         *rest,
     )
-    return replace(record, eviction_policy=policy)
+    host_id, key, lease_ms, pid_namespace, durable, host_name = _LEASE.unpack_from(body, _LEASE_OFFSET)
+    return replace(
+        record,
+        eviction_policy=policy,
+        lease_host_id=host_id,
+        lease_key=key,
+        lease_ms=lease_ms,
+        lease_pid_namespace=pid_namespace,
+        durable_sequence=durable,
+        lease_host_name=unpack_name(host_name),
+    )

@@ -17,13 +17,15 @@ from datetime import datetime, timezone
 from kvdev.block.device import BlockDevice, aligned_buffer, flush, read_blocks, write_blocks
 from kvdev.block.stripe import StripeDevice, check_strip_size
 from kvdev.clock import Deadline
-from kvdev.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
+from kvdev.errors import CapacityError, CorruptionError, KvdevError, UnsupportedError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.native.crc import crc32c
 from kvdev.native.index import format_table
 from kvdev.native.io import OPCODE_WRITE
+from kvdev.store.claim import claim, leave, wait_fenced
 from kvdev.store.directory import Directory
 from kvdev.store.erase import Progress, erase_blocks
+from kvdev.store.fence import Fence, GuestFence
 from kvdev.store.geometry_block import build_geometry, read_geometry
 from kvdev.store.label import (
     IDENTITY_NAMES,
@@ -35,6 +37,7 @@ from kvdev.store.label import (
     identity_of_kind,
     parse_label,
 )
+from kvdev.store.lease import LEASE_MS_DEFAULT, Lease, OwnerIdentity
 from kvdev.store.lock import DevicesLock, OwnerLock
 from kvdev.store.media import NAME_BYTES, STRUCTURE_BYTES, UNIT_BYTES
 from kvdev.store.namespace import KvNamespace, Mode
@@ -60,6 +63,8 @@ BLOCK_SIZE_BYTES_MAX = UNIT_BYTES
 FORMAT_PIECE_BYTES = MIB
 ERASE_TIMEOUT_S = 30.0
 """For what follows the erasing of pages, whose length nobody can bound beforehand."""
+LEAVE_TIMEOUT_S = 10.0
+"""For giving registrations back, after whatever became of the change."""
 VOLUME_LOCK_BYTE = 0
 """Which lock byte of a member file stands for the volume; its KV namespaces' follow."""
 
@@ -392,12 +397,20 @@ class Volume:
         *,
         mode: Mode = "owner",
         geometry: Geometry | None = None,
+        takeover: bool = False,
+        identity: OwnerIdentity | None = None,
+        lease_ms: int = LEASE_MS_DEFAULT,
         deadline: Deadline,
     ) -> KvNamespace:
         """Open a KV namespace as its owner, or as one of any number of readers.
 
+        An owner is refused while another may be alive, naming that one.
+
         Args:
             geometry: what the caller expects; refused, naming the field, when the namespace has another.
+            takeover: put an owner of another host out, which is known to be dead or shall stop.
+            identity: who the record says owns it; by default this process.
+            lease_ms: how long others wait, where only time keeps an owner out.
         """
         if mode not in ("owner", "reader"):
             raise UsageError(f"mode: expected 'owner' or 'reader', got {mode!r}")
@@ -408,10 +421,20 @@ class Volume:
         index = info.record.record_index
         lock = self._lock_namespace(info.record) if mode == "owner" else None
         try:
+            lease = None
             if lock is not None:
                 self._check_still_there(info.record, what, deadline)
+                lease = Lease(what, fence=Fence(self.members), identity=identity, lease_ms=lease_ms)
+                claim(self.directory, index, lease, self.members, takeover=takeover, deadline=deadline)
             return KvNamespace(
-                self.io, self.directory, index, what=what, mode=mode, lock=lock, deadline=deadline
+                self.io,
+                self.directory,
+                index,
+                what=what,
+                mode=mode,
+                lock=lock,
+                lease=lease,
+                deadline=deadline,
             )
         except BaseException:
             if lock is not None:
@@ -423,22 +446,29 @@ class Volume:
         return page_io_of(self.io, self.namespace(name, deadline=deadline).record)
 
     def delete_namespace(
-        self, name: str, *, erase: bool = False, progress: Progress | None = None, deadline: Deadline
+        self,
+        name: str,
+        *,
+        erase: bool = False,
+        takeover: bool = False,
+        progress: Progress | None = None,
+        deadline: Deadline,
     ) -> None:
-        """Remove a KV namespace and free its extent; refused while it has an owner on this host.
+        """Remove a KV namespace and free its extent; refused while it may have an owner.
 
         Args:
+            takeover: as in ``open_namespace``.
             erase: overwrite everything it held and verify that first. Interrupted, the namespace is still
                 there, with fewer pages, to be deleted again. Each piece has its own deadline.
         """
-        with self._namespace_held(name, deadline) as current:
+        with self._namespace_held(name, deadline, takeover=takeover) as current:
             geometry_blocks = UNIT_BYTES // self.block_size_bytes
             if erase:
                 # Without the geometry the volume's namespaces could not be listed: it goes last.
                 first = current.extent_slba + geometry_blocks
                 erase_blocks(self.io, first, current.extent_end - first, progress=progress)
                 deadline = Deadline.after(ERASE_TIMEOUT_S)
-            self._write_both(replace(current, state=RECORD_FREE), deadline)
+            self._write_both(replace(current, state=RECORD_FREE, lease_ms=0, lease_key=0), deadline)
             if erase:
                 erase_blocks(self.io, current.extent_slba, geometry_blocks)
 
@@ -451,7 +481,7 @@ class Volume:
             lock.release()
 
     def rename_namespace(self, name: str, new_name: str, *, deadline: Deadline) -> None:
-        """Give a KV namespace another name; refused while it has an owner on this host."""
+        """Give a KV namespace another name; refused while it may have an owner."""
         check_name("new name", new_name)
         with self._namespace_held(name, deadline) as current:
             if any(info.name == new_name for info in self.namespaces(deadline=deadline)):
@@ -459,16 +489,28 @@ class Volume:
             self._write_both(replace(current, name=new_name), deadline)
 
     @contextlib.contextmanager
-    def _namespace_held(self, name: str, deadline: Deadline) -> Iterator[Record]:
-        """The newest record of a namespace, under the locks that a change of it needs."""
+    def _namespace_held(self, name: str, deadline: Deadline, *, takeover: bool = False) -> Iterator[Record]:
+        """The newest record of a namespace, under the locks that a change of it needs, its last owner kept out."""
         volume_lock = self._lock_volume(deadline)
         try:
             record = self.namespace(name, deadline=deadline).record
             lock = self._lock_namespace(record)
             try:
+                lease = Lease(f"{self.name}#{name}", fence=Fence(self.members))
+                if not record.is_clean:
+                    claim(
+                        self.directory,
+                        record.record_index,
+                        lease,
+                        self.members,
+                        takeover=takeover,
+                        deadline=deadline,
+                    )
+                    wait_fenced(lease, deadline)
                 current = self.directory.read(record.record_index, deadline).record
                 assert current is not None
                 yield current
+                leave(lease.fence, self.directory, deadline)
             finally:
                 lock.release()
         finally:
@@ -495,16 +537,18 @@ class Volume:
                 f"{label.volume_name!r} ({label.volume_uuid.hex()}): it was made anew meanwhile"
             )
 
-    def _lock_volume(self, deadline: Deadline) -> OwnerLock:
+    def _lock_volume(self, deadline: Deadline) -> _VolumeLock:
         lock = OwnerLock(
             f"volume {self.name}", f"volume-{self.uuid.hex()}", members=self.members, byte=VOLUME_LOCK_BYTE
         )
         try:
             self._check_still_ours(deadline)
+            fence = GuestFence(self.members)
+            fence.join(deadline)
         except BaseException:
             lock.release()
             raise
-        return lock
+        return _VolumeLock(lock, fence, self.directory)
 
     def _lock_namespace(self, record: Record) -> OwnerLock:
         return OwnerLock(
@@ -513,6 +557,22 @@ class Volume:
             members=self.members,
             byte=VOLUME_LOCK_BYTE + 1 + record.record_index,
         )
+
+
+class _VolumeLock:
+    """The lock of this host for a change of the volume, and leave to write where members are reserved."""
+
+    def __init__(self, lock: OwnerLock, fence: GuestFence, directory: Directory) -> None:
+        self._lock = lock
+        self._fence = fence
+        self._directory = directory
+
+    def release(self) -> None:
+        try:
+            with contextlib.suppress(KvdevError):
+                leave(self._fence, self._directory, Deadline.after(LEAVE_TIMEOUT_S))
+        finally:
+            self._lock.release()
 
 
 # --- checks ----------------------------------------------------------------------------------

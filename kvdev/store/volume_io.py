@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvdev.block.device import BlockDevice, aligned_buffer, error_of, flush, run_grouped
 from kvdev.block.stripe import StripeDevice, split_extents
-from kvdev.clock import Deadline
+from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import KvdevError
 from kvdev.native.extent import ExtentMap
 from kvdev.native.io import (
@@ -219,6 +219,26 @@ class VolumeIo:
         buffer = aligned_buffer(size_bytes)
         buffer[: len(data)] = np.frombuffer(data, dtype=np.uint8) if isinstance(data, bytes) else data
         return self.transfer(OPCODE_WRITE, slba, buffer, deadline)
+
+    def compare_and_write(
+        self, slba: int, expected: bytes, new: bytes, deadline: Deadline
+    ) -> MemberMask | None:
+        """Replace one block if it is as expected; the members to flush, None when it is not."""
+        if not self.device.compare_and_write(slba, expected, new, deadline):
+            return None
+        members = self.no_members()
+        members[self._member_of(np.array([slba], dtype=np.uint64))] = True
+        self.written_bytes[members] += self.block_size_bytes
+        return members
+
+    def is_fenced(self, since_ns: int) -> bool:
+        """Whether no write that was sent since then and lost can take effect any more.
+
+        Until the loss has been noticed the answer is no: its fence lies after the write.
+        """
+        devices = [self.device] if self._stripe is None else self._stripe.members
+        fence_ns = max(device.fence_ns for device in devices)
+        return since_ns <= fence_ns <= SYSTEM_CLOCK.monotonic_ns()
 
     def flush(self, members: MemberMask, deadline: Deadline) -> None:
         """Flush these members; every one is tried, the first failure raises."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +90,7 @@ def test_record_bytes_are_as_documented() -> None:
         "owner_start_ticks": (320, 8),
         "created_unix_s": (328, 8),
     }
-    fields = {name: 1000 + index for index, name in enumerate(values)}
+    fields: dict[str, Any] = {name: 1000 + index for index, name in enumerate(values)}
     record = Record(
         volume_uuid=VOLUME,
         record_index=5,
@@ -111,6 +113,30 @@ def test_record_bytes_are_as_documented() -> None:
     assert data[336:] == bytes(176)
     assert crc32c(data) == 0x7E23DC12
     assert parse_record(data, what="r", volume_uuid=VOLUME) == record
+
+
+def test_lease_bytes_are_as_documented() -> None:
+    numbers: tuple[Any, ...] = (*range(18), b"B" * 16, 77, 88, 99)
+    record = replace(
+        Record(VOLUME, 5, 8, 6, "kv", NAMESPACE, b"F" * 32, 1, 2, *numbers),
+        lease_host_id=b"H" * 16,
+        lease_key=1 << 63 | 5,
+        lease_ms=30_000,
+        lease_pid_namespace=0xF0000001,
+        durable_sequence=1 << 40,
+        lease_host_name="kv-b",
+    )
+    data = build_record(record)
+    assert data[179] == 2
+    assert data[336:352] == b"H" * 16
+    assert (number(data, 352, 8), number(data, 360, 4), number(data, 364, 4), number(data, 368, 8)) == (
+        1 << 63 | 5, 30_000, 0xF0000001, 1 << 40,
+    )  # fmt: skip
+    assert data[376:416] == b"kv-b" + bytes(36)
+    assert data[416:] == bytes(96)
+    assert crc32c(data) == 0x03410FDB
+    assert parse_record(data, what="r", volume_uuid=VOLUME) == record
+    assert record.is_claimed and not record.is_clean
 
 
 def test_table_block_bytes_are_as_documented() -> None:

@@ -79,6 +79,7 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
         io_queue_count=config.io_queue_count,
         kato_ms=config.kato_ms,
         keys=config.keys,
+        is_writer=True,
     )
     with (
         session,

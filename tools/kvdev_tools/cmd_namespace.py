@@ -14,6 +14,9 @@ from kvdev_tools.output import emit, fields, json_option, table
 if TYPE_CHECKING:
     from kvdev.store import NamespaceInfo
 
+TAKEOVER_WAIT_S = 90.0
+"""Beyond lease and timeout: what a controller may take to notice that a host is gone (Base 9.6.2)."""
+
 
 @click.group()
 def namespace() -> None:
@@ -130,7 +133,7 @@ def list_(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float,
                 format_size(info["page_size_bytes"]),
                 info["quota_pages"],
                 format_size(info["extent_bytes"]),
-                "closed" if info["is_clean"] else "open, or not closed in order",
+                _state(info),
             )
             for info in infos
         ]
@@ -175,6 +178,7 @@ def show(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, 
 @click.option(
     "--erase", is_flag=True, help="Overwrite everything it held with zeroes, and verify by reading."
 )
+@click.option("--takeover", is_flag=True, help="Also from an owner of another host that is known to be dead.")
 @host_options
 @timeout_option
 @json_option
@@ -182,12 +186,13 @@ def delete(
     uri: str,
     yes: str | None,
     erase: bool,
+    takeover: bool,
     host_nqn: str | None,
     host_id: str | None,
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Delete a KV namespace and all pages in it; refused while it has an owner on this host.
+    """Delete a KV namespace and all pages in it; refused while it may have an owner.
 
     With --erase its blocks are overwritten and read back first, which takes as long as writing and reading
     all of them; interrupted, the namespace is still there to be deleted again.
@@ -210,7 +215,7 @@ def delete(
         deadline = operation_deadline(timeout_s)
         volume = open_volume(session, parsed.volume, deadline=deadline)
         extent_bytes = volume.namespace(parsed.name, deadline=deadline).extent_bytes
-        volume.delete_namespace(parsed.name, erase=erase, deadline=deadline)
+        volume.delete_namespace(parsed.name, erase=erase, takeover=takeover, deadline=deadline)
     erased = extent_bytes if erase else 0
     said = f"deleted {parsed.name}" + (f", erased {format_size(erased)}" if erase else "")
     emit({"deleted": parsed.name, "erased_bytes": erased}, as_json=as_json, text=lambda: [said])
@@ -225,7 +230,7 @@ def delete(
 def rename(
     uri: str, new_name: str, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
 ) -> None:
-    """Give a KV namespace another name; its pages stay. Refused while it has an owner on this host.
+    """Give a KV namespace another name; its pages stay. Refused while it may have an owner.
 
     \b
     Example:
@@ -244,6 +249,84 @@ def rename(
     emit(found, as_json=as_json, text=lambda: [f"renamed {parsed.name} to {new_name}"])
 
 
+@namespace.command(name="takeover")
+@click.argument("uri", metavar="VOLUME#NAME")
+@click.option("--yes", metavar="NAME", help="The name again, to say that its owner is dead or shall stop.")
+@host_options
+@timeout_option
+@json_option
+def takeover_(
+    uri: str, yes: str | None, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
+) -> None:
+    """Put the owner of a KV namespace out and close it in order, so that another can open it.
+
+    For an owner on another host that is dead, or that cannot be reached. Where the members have reservations
+    it is kept out at once; elsewhere the command waits until its lease and its last writes have ended. An
+    owner that is alive gets errors from then on. One of this host is stopped instead: its lock ends with it.
+
+    \b
+    Example:
+      kvdev namespace takeover "vol+tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv#llama" --yes llama
+    """
+    from kvdev.errors import UsageError
+    from kvdev.uri import parse_kv_namespace_uri
+
+    parsed = parse_kv_namespace_uri(uri)
+    if yes != parsed.name:
+        got = "no --yes" if yes is None else repr(yes)
+        raise UsageError(f"yes: expected --yes {parsed.name}, as its owner is stopped, got {got}")
+    with make_session(host_nqn, host_id, timeout_s=timeout_s, is_writer=True) as session:
+        from kvdev.clock import Deadline
+        from kvdev_tools.pool import open_volume
+
+        volume = open_volume(session, parsed.volume, deadline=operation_deadline(timeout_s))
+        before = volume.namespace(parsed.name, deadline=operation_deadline(timeout_s))
+        opened = volume.open_namespace(parsed.name, takeover=True, deadline=operation_deadline(timeout_s))
+        fence = opened.fence_kind
+        try:
+            lease_s = before.record.lease_ms / 1000
+            opened.settle(deadline=Deadline.after(timeout_s + lease_s + TAKEOVER_WAIT_S))
+        except BaseException:
+            opened.abandon()
+            raise
+        opened.close(deadline=operation_deadline(timeout_s))
+    found = {"name": parsed.name, "fence": fence, **_owner(before)}
+    said = "had no owner" if found["owner_pid"] is None else f"took over from {_holder(found)}"
+    emit(found, as_json=as_json, text=lambda: [f"{parsed.name}: {said}; fence: {fence}"])
+
+
+def _owner(info: NamespaceInfo) -> dict[str, Any]:
+    """Who has a KV namespace open, or has ended without closing it; all null when nobody has."""
+    import uuid
+
+    from kvdev.store.lease import OwnerIdentity, is_held, is_process_gone
+
+    record = info.record
+    held = is_held(record)
+    return {
+        "owner_pid": record.owner_pid if held else None,
+        "owner_host_name": record.lease_host_name if held else None,
+        "owner_host_id": str(uuid.UUID(bytes=record.lease_host_id))
+        if held and any(record.lease_host_id)
+        else None,
+        "owner_lease_ms": record.lease_ms if held else None,
+        "owner_is_gone": is_process_gone(record, OwnerIdentity.current()) if held else None,
+    }
+
+
+def _holder(found: dict[str, Any]) -> str:
+    where = f" of host {found['owner_host_name']}" if found["owner_host_name"] else ""
+    return f"process {found['owner_pid']}{where}"
+
+
+def _state(found: dict[str, Any]) -> str:
+    if found["owner_pid"] is None:
+        return "closed" if found["is_clean"] else "not closed in order"
+    if found["owner_is_gone"]:
+        return f"not closed in order: its owner {_holder(found)} has ended"
+    return f"owned by {_holder(found)}"
+
+
 def _describe(info: NamespaceInfo) -> dict[str, Any]:
     return {
         "name": info.name,
@@ -257,9 +340,11 @@ def _describe(info: NamespaceInfo) -> dict[str, Any]:
         "epoch": info.epoch,
         "is_clean": info.is_clean,
         "eviction_policy": info.eviction_policy,
+        **_owner(info),
     }
 
 
 def _text(found: dict[str, Any]) -> list[str]:
-    plain = [(name, value) for name, value in found.items() if name != "geometry"]
+    plain = [(name, value) for name, value in found.items() if name != "geometry" and value is not None]
+    plain.append(("state", _state(found)))
     return fields([*plain, *((f"geometry {name}", value) for name, value in found["geometry"].items())])

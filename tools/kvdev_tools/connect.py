@@ -101,8 +101,12 @@ def make_session(
     io_queue_count: int = 1,
     kato_ms: int = KATO_MS_DEFAULT,
     keys: Mapping[str, str] | None = None,
+    is_writer: bool = False,
 ) -> Session:
     """A session as this host, every wait of which ends within the timeout.
+
+    ``is_writer`` gives this process a HOSTID of its own, unless one was given: so that a reservation tells its
+    writes from those of other processes of this host.
 
     ``keys`` are places of secrets as ``session_keys`` has them; by default those of this command.
     """
@@ -128,4 +132,6 @@ def make_session(
         if host_nqn is None and host_id is None
         else HostIdentity.load(host_nqn=host_nqn, host_id=host_id)
     )
+    if is_writer and host_id is None:
+        host = (host or HostIdentity.load()).for_this_process()
     return Session(host=host, options=options)

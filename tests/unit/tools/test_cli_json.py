@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvdev.session import Session
 from kvdev_tools.content import PageContent, request_keys
 from kvdev_tools.main import run
 from kvdev_tools.rig import Rig, running_rig
@@ -93,6 +95,9 @@ def test_volume_namespace_page_and_replay_have_the_documented_keys(
     limited = call(capsys, "volume", "check", volume, "--repair", "--rate", "1GiB", "--start", "kv:3")
     assert limited["is_ok"]
     assert limited["namespaces"][0]["good_pages"] == checked["namespaces"][0]["good_pages"] - 3
+    taken = call(capsys, "namespace", "takeover", f"{volume}#kv", "--yes", "kv")
+    assert keys_of(taken) == documented("namespace takeover")
+    assert (taken["fence"], taken["owner_pid"]) == ("lock", None)
     renamed = call(capsys, "namespace", "rename", f"{volume}#kv", "new")
     assert keys_of(renamed) == documented("namespace rename")
     assert call(capsys, "namespace", "show", f"{volume}#new")["pages"] == after["pages"]
@@ -123,6 +128,27 @@ def test_text_says_the_same_in_lines(
     shown = capsys.readouterr()
     assert shown.out.strip()
     assert not shown.err
+
+
+def test_owner_when_it_has_the_namespace_open_is_shown_and_in_the_way(
+    volume: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri = f"{volume}#kv"
+    call(capsys, "volume", "create", volume, "--name", "pool")
+    call(capsys, "namespace", "create", uri, *TINY)
+    with Session() as session:
+        opened = session.open_kv_namespace(uri)
+        shown = call(capsys, "namespace", "show", uri)
+        assert (shown["owner_pid"], shown["owner_lease_ms"]) == (os.getpid(), 30_000)
+        assert run(["namespace", "list", volume]) == 0
+        assert f"process {os.getpid()}" in capsys.readouterr().out
+        for arguments in (["takeover", uri, "--yes", "kv"], ["delete", uri, "--yes", "kv", "--takeover"]):
+            assert run(["namespace", *arguments]) == 2
+            assert f"owned by process {os.getpid()} of this host" in capsys.readouterr().err
+        opened.close()
+    assert call(capsys, "namespace", "show", uri)["owner_pid"] is None
+    assert run(["namespace", "takeover", uri]) == 2
+    assert "expected --yes kv, as its owner is stopped" in capsys.readouterr().err
 
 
 def test_a_damaged_page_is_5_and_named(
