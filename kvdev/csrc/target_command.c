@@ -120,7 +120,6 @@ void command_respond(struct request *request)
         request->segments[1] = (struct segment){ request->data, request->data_len };
         size_t tail = at;
         if (link->ddgst) {
-            /* A write to these blocks before they are sent makes the digest wrong: the host retries. */
             kvdev_pdu_build_ddgst(request->head + at, kvdev_crc32c(0, request->data, request->data_len));
             at += KVDEV_PDU_DIGEST_BYTES;
         }
@@ -650,9 +649,10 @@ static void io_start(struct request *request, uint32_t capsule_len)
         command_run(request);
         return;
     }
-    int is_write_unchecked = request->direction == KVDEV_DIR_H2C && connection->rx.link.ddgst;
+    /* Under a data digest, a write is checked before it reaches the device, and a read is a copy: its bytes could
+     * change between digest and socket. */
     if (request->data_len > KVDEV_TARGET_STAGE_BYTES && request->op <= KVDEV_BDEV_OP_WRITE && capsule_len == 0 &&
-        !is_write_unchecked && !request->fuse &&
+        !connection->rx.link.ddgst && !request->fuse &&
         (request->op == KVDEV_BDEV_OP_READ || !nvm_fused_pieces(request, request->offset, request->length))) {
         request->data = kvdev_bdev_direct(request->bdev, request->offset, request->length);
         if (request->data) {

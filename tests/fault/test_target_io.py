@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -302,21 +303,30 @@ def test_a_host_that_does_not_read_stalls_only_itself(
     wait_until(lambda: not target.service.controllers(target.nqn)[0].io_qpair_count)
 
 
-def test_a_block_cut_by_a_full_socket_is_sent_whole(target: RunningTarget, admin: RawHost) -> None:
-    """Reads go straight from memory; while they wait for the socket, writes change that memory."""
-    with connected_io(admin, target.nqn, qid=3) as reader, connected_io(admin, target.nqn, qid=4) as writer:
+@pytest.mark.parametrize("ddgst", [False, True])
+def test_a_block_cut_by_a_full_socket_is_sent_whole(
+    target: RunningTarget, admin: RawHost, ddgst: bool
+) -> None:
+    """Reads go straight from memory; while they wait for the socket, writes change that memory.
+
+    A digest covers what is sent: with one, what changed meanwhile would make it wrong, so a copy is sent.
+    """
+    with (
+        connected_io(admin, target.nqn, qid=3, sqsize_0based=127, ddgst=ddgst) as reader,
+        connected_io(admin, target.nqn, qid=4) as writer,
+    ):
+        reader.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        count = 120  # 15 MiB: more than the target's socket buffer grows to, so that it stops in the middle
         old, new = b"\x11" * (32 * BLOCK), b"\x22" * (32 * BLOCK)
         assert writer.execute(write(0, old), old, in_capsule=False).cqe.is_success
-        for _ in range(4):
-            # More than the socket buffers take, so that the target stops in the middle.
-            reader.send(b"".join(reader.capsule(read(0, 32, cid=cid)) for cid in range(31)))
-            for value in (new, old):
-                for block in range(32):
-                    piece = value[:BLOCK]
-                    assert writer.execute(write(block, piece), piece).cqe.is_success
-            for _ in range(31):
+        for value in (new, old):
+            reader.send(b"".join(reader.capsule(read(0, 32, cid=cid)) for cid in range(count)))
+            for block in range(32):
+                piece = value[:BLOCK]
+                assert writer.execute(write(block, piece), piece).cqe.is_success
+            for _ in range(count):
                 pdu = reader.read_pdu()
-                assert pdu.type == C2H_DATA
+                assert pdu.type == C2H_DATA and pdu.is_data_digest_right
                 for at in range(0, len(pdu.data), BLOCK):
                     block_bytes = pdu.data[at : at + BLOCK]
                     assert block_bytes in (old[:BLOCK], new[:BLOCK]), at // BLOCK
