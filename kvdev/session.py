@@ -273,7 +273,7 @@ class Session:
         self,
         uri: KvNamespaceUri | str,
         *,
-        mode: Literal["owner", "reader"] = "owner",
+        mode: Literal["owner", "reader", "follower"] = "owner",
         geometry: Geometry | None = None,
         deadline: Deadline | None = None,
     ) -> KvNamespace:

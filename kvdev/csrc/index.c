@@ -1163,6 +1163,53 @@ uint32_t kvdev_index_drop_pending(struct kvdev_index *index)
     return withdrawn;
 }
 
+/* A live slot that is found no more; nobody reserves in an index that follows. */
+static void forget(struct kvdev_index *index, uint32_t slot)
+{
+    if (state_of(index, slot) != SLOT_LIVE) {
+        return;
+    }
+    hash_delete(index, hash_key(entry_of(index, slot)->key), slot);
+    use_unlink(index, slot);
+    set_state(index, slot, SLOT_FREE);
+}
+
+int kvdev_index_follow(struct kvdev_index *index, const struct kvdev_entry *records, uint32_t count,
+                       uint64_t first_sequence)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (records[i].slot_index >= index->slot_count || records[i].state > 1) {
+            return -EINVAL;
+        }
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t slot = records[i].slot_index;
+        struct kvdev_media_header head;
+        memcpy(&head, index->table + (size_t)block_of(index, slot) * index->block_bytes, sizeof(head));
+        if (first_sequence + i <= head.sequence) {
+            continue;
+        }
+        forget(index, slot);
+        *entry_of(index, slot) = records[i];
+        if (records[i].state == 0) {
+            continue;
+        }
+        uint64_t hash = hash_key(records[i].key);
+        uint32_t rival = find(index, records[i].key, hash);
+        if (rival != NONE && entry_of(index, rival)->generation > records[i].generation) {
+            entry_of(index, slot)->state = 0; /* its free record is on its way */
+            continue;
+        }
+        if (rival != NONE) {
+            forget(index, rival);
+        }
+        set_state(index, slot, SLOT_LIVE);
+        hash_insert(index, hash, slot);
+        use_push(index, slot);
+    }
+    return 0;
+}
+
 uint32_t kvdev_index_dirty_blocks(const struct kvdev_index *index, uint32_t *blocks, uint32_t max)
 {
     uint32_t count = 0;

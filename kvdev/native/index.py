@@ -251,6 +251,13 @@ class PageIndex:
         if code:
             raise CapacityError(f"page index of {self.table.slot_count} slots: {os.strerror(-code)}")
 
+    def follow(self, records: EntryArray, first_sequence: int) -> bool:
+        """Take over what another owner's journal says, after ``load``; False when a record is not of this table."""
+        code = lib.kvdev_index_follow(
+            self._handle, _pointer(records, "struct kvdev_entry[]"), len(records), first_sequence
+        )
+        return bool(code == 0)
+
     def stat(self) -> IndexStat:
         out = ffi.new("struct kvdev_index_stat *")
         lib.kvdev_index_stat(self._handle, out)

@@ -7,7 +7,7 @@ Trust: ``replay`` reads untrusted blocks; a block that is not the next one ends 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,31 @@ class ReplayReport:
 
     record_count: int = 0
     block_count: int = 0
+
+
+@dataclass(frozen=True)
+class JournalBlock:
+    """One intact block in its turn."""
+
+    records: EntryArray
+    sequence: int
+    durable_sequence: int
+
+    @property
+    def end_sequence(self) -> int:
+        """The sequence behind its last record."""
+        return self.sequence + len(self.records)
+
+
+def durable_mark(record: Record, blocks: Sequence[JournalBlock]) -> int:
+    """The newest record known to be durable: by the table's tail, by the lease's renewal, or by a later block."""
+    return max(
+        record.tail_sequence - 1, record.durable_sequence, *(block.durable_sequence for block in blocks), 0
+    )
+
+
+FOLLOW_PIECE_BLOCKS = 16
+"""Read at once by those who follow: a commit is a block or a few."""
 
 
 class Journal:
@@ -79,23 +104,78 @@ class Journal:
         apply: Callable[[EntryArray, int], bool],
         *,
         is_record_doubtful: bool,
+        limit_sequence: int | None = None,
     ) -> ReplayReport:
         """Apply the blocks from the tail on, as long as each is the next one; the head stops behind them.
 
         Raises CorruptionError when the ring is younger than the record: then the record is an old copy,
         and what it calls the tail has been overwritten.
+
+        Args:
+            limit_sequence: the last record to apply; all if None.
         """
         report = ReplayReport()
-        previous_epoch = 0
+        for block in self._chain(
+            lambda position: self._block_of(image, position), record, is_record_doubtful=is_record_doubtful
+        ):
+            if limit_sequence is not None and block.end_sequence > limit_sequence + 1:
+                break
+            if not apply(block.records, block.sequence):
+                break
+            report.record_count += len(block.records)
+            report.block_count += 1
+            self._take(block)
+        return report
+
+    def follow(self, record: Record, apply: Callable[[EntryArray, int], bool], deadline: Deadline) -> int:
+        """Apply what another owner has made durable since; returns how many records. Reads only new blocks."""
+        pieces: dict[int, npt.NDArray[np.uint8]] = {}
+
+        def block_at(position: int) -> npt.NDArray[np.uint8]:
+            piece, within = divmod(position, FOLLOW_PIECE_BLOCKS)
+            if piece not in pieces:
+                start = piece * FOLLOW_PIECE_BLOCKS
+                count = min(FOLLOW_PIECE_BLOCKS, self.block_count - start)
+                pieces[piece] = self._io.read(self._slba + start, count, deadline)
+            return self._block_of(pieces[piece], within)
+
+        blocks = list(self._chain(block_at, record, is_record_doubtful=False))
+        durable = durable_mark(record, blocks)
+        count = 0
+        for block in blocks:
+            if block.end_sequence > durable + 1 or not apply(block.records, block.sequence):
+                break
+            count += len(block.records)
+            self._take(block)
+        return count
+
+    def durable_mark(self, image: npt.NDArray[np.uint8], record: Record) -> int:
+        """The newest record that the ring, or the namespace's record, says is durable."""
+        chain = self._chain(
+            lambda position: self._block_of(image, position), record, is_record_doubtful=False
+        )
+        return durable_mark(record, list(chain))
+
+    def _block_of(self, image: npt.NDArray[np.uint8], index: int) -> npt.NDArray[np.uint8]:
+        return image[index * self._io.block_size_bytes :][: self._io.block_size_bytes]
+
+    def _chain(
+        self,
+        block_at: Callable[[int], npt.NDArray[np.uint8]],
+        record: Record,
+        *,
+        is_record_doubtful: bool,
+    ) -> Iterator[JournalBlock]:
+        """The intact blocks from the head on, each the next one; moves nothing."""
+        position, next_sequence, previous_epoch = self.head_position, self.next_sequence, 0
         for _ in range(self.block_count - 1):
-            position = self.head_position
-            block = image[position * self._io.block_size_bytes :][: self._io.block_size_bytes]
+            block = block_at(position)
             reason = media_error(block, int.from_bytes(MAGIC_JOURNAL, "little"), self._uuid)
             if reason is not None:
-                break
+                return
             header = block[:HEADER_SIZE_BYTES].view(MEDIA_HEADER_DTYPE)[0]
             sequence, epoch, count = int(header["sequence"]), int(header["epoch"]), int(header["count"])
-            if epoch > record.epoch or (is_record_doubtful and sequence > self.next_sequence):
+            if epoch > record.epoch or (is_record_doubtful and sequence > next_sequence):
                 raise CorruptionError(
                     f"journal position {position} at LBA {self._slba + position}: epoch {epoch}, sequence "
                     f"{sequence} are younger than the record's epoch {record.epoch}, tail "
@@ -103,20 +183,24 @@ class Journal:
                 )
             if (
                 int(header["index"]) != position
-                or sequence != self.next_sequence
+                or sequence != next_sequence
                 or epoch < previous_epoch
                 or (epoch < record.epoch) != (sequence < record.epoch_first_sequence)
                 or not 1 <= count <= self.records_per_block
             ):
-                break
+                return
             end = HEADER_SIZE_BYTES + count * ENTRY_DTYPE.itemsize
-            if not apply(block[HEADER_SIZE_BYTES:end].view(ENTRY_DTYPE), sequence):
-                break
-            report.record_count += count
-            report.block_count += 1
-            previous_epoch = epoch
-            self._advance(1, count)
-        return report
+            yield JournalBlock(
+                block[HEADER_SIZE_BYTES:end].view(ENTRY_DTYPE), sequence, int(header["durable_sequence"])
+            )
+            position, next_sequence, previous_epoch = (
+                (position + 1) % self.block_count,
+                sequence + count,
+                epoch,
+            )
+
+    def _take(self, block: JournalBlock) -> None:
+        self._advance(1, len(block.records))
 
     def _advance(self, block_count: int, record_count: int) -> None:
         self.head_position = (self.head_position + block_count) % self.block_count

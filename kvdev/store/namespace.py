@@ -9,6 +9,7 @@ Threads: any; one lock per namespace, held during I/O.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvdev.errors import (
     CorruptionError,
     KvdevError,
     LeaseLostError,
+    TransportError,
     UnsupportedError,
     UsageError,
 )
@@ -52,13 +54,17 @@ from kvdev.store.record_keeper import RecordKeeper
 from kvdev.store.superblock import EVICTION_POLICIES, FLAG_CLEAN, Record, policy_name
 from kvdev.store.volume_io import MemberMask, VolumeIo
 
-Mode = Literal["owner", "reader"]
+Mode = Literal["owner", "reader", "follower"]
+"""A reader has the table as it was when it opened, with everything in the journal; a follower acts on durable records
+only, and goes on with its owner's journal."""
 
 GENERATION_EPOCH_SHIFT = 40
 """Generations count from epoch × 2^40, so they never repeat across owners without being stored."""
 READER_ATTEMPT_COUNT = 3
 """Times a reader loads a table that its owner changes meanwhile."""
 CLOSE_TIMEOUT_S = 30.0
+FOLLOW_INTERVAL_NS = 1_000_000_000
+"""A follower that is used looks at its owner's journal so often."""
 log = logging.getLogger("kvdev.store")
 
 
@@ -122,6 +128,8 @@ class KvNamespace:
         self.commit_count = 0
         self.checkpoint_count = 0
         self.epoch = 0
+        self.reload_count = 0
+        self._refreshed_ns = SYSTEM_CLOCK.monotonic_ns()
         self._load(record_index, deadline)
         # Whoever wrote before us may have left completed writes in caches: what we read becomes durable
         # before the first record that builds on it.
@@ -198,8 +206,13 @@ class KvNamespace:
             pending_limit=self._pending_limit,
             next_generation=(record.epoch + 1) << GENERATION_EPOCH_SHIFT,
         )
+        ring = self._journal.read(deadline)
         report = self._journal.replay(
-            self._journal.read(deadline), record, self._index.replay, is_record_doubtful=place.is_doubtful
+            ring,
+            record,
+            self._index.replay,
+            is_record_doubtful=place.is_doubtful,
+            limit_sequence=self._journal.durable_mark(ring, record) if self.mode == "follower" else None,
         )
         self._index.load()
         self.open_report = OpenReport(
@@ -338,6 +351,45 @@ class KvNamespace:
             **self._lease.fields(),
         }
 
+    # --- a follower's table ------------------------------------------------------------------
+
+    def refresh(self, *, deadline: Deadline) -> int:
+        """Take over what the owner, on whatever host, made durable since; returns how many changes.
+
+        The last commit is seen once the owner commits again or renews its lease. A gap, as when the owner went
+        around the journal meanwhile, has the whole table read anew.
+        """
+        with self.mutex:
+            self._check_open()
+            if self.mode != "follower":
+                raise UsageError(
+                    f"{self.what}: is open as {self.mode}; open it as follower to follow its owner"
+                )
+            self._refreshed_ns = SYSTEM_CLOCK.monotonic_ns()
+            place = self._directory.read(self._record.record_index, deadline)
+            record = place.record
+            if record is None or not record.is_live or record.namespace_uuid != self.uuid:
+                raise CorruptionError(f"{self.what}: was deleted meanwhile; open the volume anew")
+            before, count = self._journal.next_sequence, 0
+            # Blocks before the tail are good as long as they stand: the table includes them, ours may not.
+            with contextlib.suppress(CorruptionError):  # a new owner came between record and journal
+                count = self._journal.follow(record, self._index.follow, deadline)
+            if self._journal.next_sequence >= record.tail_sequence:
+                self._keeper.record = record
+                return count
+            self._load(record.record_index, deadline)
+            self.reload_count += 1
+            return self._journal.next_sequence - before
+
+    def _follow(self) -> None:
+        """Refresh when the last time is a while ago; what cannot be read now is read the next time."""
+        if SYSTEM_CLOCK.monotonic_ns() - self._refreshed_ns < FOLLOW_INTERVAL_NS:
+            return
+        try:
+            self.refresh(deadline=Deadline.after(CLOSE_TIMEOUT_S))
+        except TransportError as error:
+            log.warning("%s: not refreshed: %s", self.what, error)
+
     # --- the owner's table -------------------------------------------------------------------
 
     @property
@@ -348,24 +400,24 @@ class KvNamespace:
     def lookup(self, keys: KeyArray, *, touch: bool = True) -> GrantArray:
         """A grant to read each key's page; ``slot_index`` SLOT_NONE where it is not stored."""
         with self.mutex:
-            self._check_open()
+            self._check_usable()
             return self._index.lookup(keys, touch=touch and self._counts_uses)[0]
 
     def lookup_counted(self, keys: KeyArray) -> tuple[GrantArray, int]:
         """``lookup`` as a use, and how many of the keys are stored."""
         with self.mutex:
-            self._check_open()
+            self._check_usable()
             return self._index.lookup(keys, touch=self._counts_uses)
 
     def contains(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         with self.mutex:
-            self._check_open()
+            self._check_usable()
             return self._index.contains(keys)
 
     def longest_prefix(self, keys: KeyArray) -> int:
         """How many keys from the first on are stored."""
         with self.mutex:
-            self._check_open()
+            self._check_usable()
             return self._index.longest_prefix(keys)
 
     def verify(self, keys: KeyArray, grants: GrantArray, crc32c: Uint32Array) -> npt.NDArray[np.bool_]:
@@ -512,7 +564,7 @@ class KvNamespace:
     def withdraw(self, grants: GrantArray, *, deadline: Deadline) -> int:
         """Remove pages that proved to be bad, unless they were replaced meanwhile; returns how many."""
         with self.mutex:
-            if self.mode == "reader":
+            if self.mode != "owner":
                 return 0
             count = 0
             for start in range(0, len(grants), self._pending_limit):
@@ -701,9 +753,14 @@ class KvNamespace:
             raise UsageError(f"{self.what}: is closed")
         self._keep_lease()
 
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self.mode == "follower":
+            self._follow()
+
     def _check_writable(self, deadline: Deadline | None = None) -> None:
         self._check_open()
         if self.mode != "owner":
-            raise UsageError(f"{self.what}: is open as reader; open it as owner to change it")
+            raise UsageError(f"{self.what}: is open as {self.mode}; open it as owner to change it")
         if not self._is_settled:
             self.settle(deadline=deadline or Deadline.after(CLOSE_TIMEOUT_S))

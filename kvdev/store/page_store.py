@@ -61,7 +61,8 @@ class PutResult:
 class GetResult:
     """Per page HIT, MISS or ERROR.
 
-    Only a HIT's bytes may be used; an ERROR's are undefined, a MISS's untouched. ``crc32c`` is that of the
+    Only a HIT's bytes may be used; an ERROR's are undefined, a MISS's untouched, unless a follower found the page
+    replaced when it had read it. ``crc32c`` is that of the
     bytes read with ``verify="store"``, and what the bytes must have with ``verify="kernel"``.
     """
 
@@ -91,6 +92,8 @@ class PageStore:
         self.namespace = namespace
         self.page_size_bytes = namespace.page_size_bytes
         self._timeout_s = timeout_s
+        self.stale_count = 0
+        """Pages that a follower found replaced under its hands, and reported as misses."""
 
     def put(
         self,
@@ -214,7 +217,11 @@ class PageStore:
         is_bad = is_read & ~is_right
         status = np.where(is_read & is_right, PageStatus.HIT, PageStatus.ERROR).astype(np.uint8)
         failure = result.failure
-        if is_bad.any():
+        if namespace.mode == "follower" and is_bad.any():
+            # Its owner gave the slot to another page: what this one knows of the table is behind that.
+            status[is_bad] = PageStatus.MISS
+            self.stale_count += int(is_bad.sum())
+        elif is_bad.any():
             namespace.withdraw(grants[is_bad], deadline=deadline)
             expected = grants["checksum"].astype(np.uint32)
             where = np.arange(len(keys)) if positions is None else positions

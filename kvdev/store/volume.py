@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from typing import get_args
 
 from kvdev.block.device import BlockDevice, aligned_buffer, flush, read_blocks, write_blocks
 from kvdev.block.stripe import StripeDevice, check_strip_size
@@ -402,7 +403,7 @@ class Volume:
         lease_ms: int = LEASE_MS_DEFAULT,
         deadline: Deadline,
     ) -> KvNamespace:
-        """Open a KV namespace as its owner, or as one of any number of readers.
+        """Open a KV namespace as its owner, or as one of any number of readers and followers.
 
         An owner is refused while another may be alive, naming that one.
 
@@ -412,8 +413,9 @@ class Volume:
             identity: who the record says owns it; by default this process.
             lease_ms: how long others wait, where only time keeps an owner out.
         """
-        if mode not in ("owner", "reader"):
-            raise UsageError(f"mode: expected 'owner' or 'reader', got {mode!r}")
+        if mode not in get_args(Mode):
+            names = ", ".join(repr(name) for name in get_args(Mode))
+            raise UsageError(f"mode: expected one of {names}, got {mode!r}")
         info = self.namespace(name, deadline=deadline)
         what = f"{self.name}#{name}"
         if geometry is not None:

@@ -275,6 +275,30 @@ def test_volume_when_reserved_is_changed_by_another_host_as_a_guest(volume_uri: 
         owner.close(deadline=soon())
 
 
+def test_follower_of_another_host_reads_under_the_reservation(volume_uri: str) -> None:
+    child = owner_process(volume_uri, HOSTS[0].host_nqn, lease_ms=100)
+    try:
+        assert child.stdin is not None and child.stdout is not None
+        with ExitStack() as stack:
+            volume = opened(stack, volume_uri, HOSTS[1])
+            store = PageStore(volume.open_namespace("kv", mode="follower", deadline=soon()))
+            out = np.zeros((8, store.page_size_bytes), dtype=np.uint8)
+            seen, limit = set(), soon()
+            while 0x55 not in seen and not limit.is_expired:
+                child.stdin.write("go\n")
+                child.stdin.flush()
+                assert child.stdout.readline() == "stored 8\n"
+                store.namespace.refresh(deadline=soon())
+                got = store.get(KEYS, out)
+                assert got.error_count == 0
+                for page in out[got.status == 1]:
+                    assert (page == page[0]).all()
+                    seen.add(int(page[0]))
+            assert seen == {0xAA, 0x55}
+    finally:
+        end(child)
+
+
 def test_reservation_of_another_type_is_refused_by_name(volume_uri: str) -> None:
     with ExitStack() as stack:
         a, b = (opened(stack, volume_uri, host) for host in HOSTS)

@@ -562,5 +562,5 @@ def test_mode_that_is_none_is_refused() -> None:
     volume = create(devices(1))
     volume.create_namespace("kv", GEOMETRY, quota_pages=1, deadline=soon())
     mode: Any = "writer"
-    with pytest.raises(UsageError, match="mode: expected 'owner' or 'reader', got 'writer'"):
+    with pytest.raises(UsageError, match="mode: expected one of 'owner', 'reader', 'follower', got 'writer'"):
         volume.open_namespace("kv", mode=mode, deadline=soon())
