@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvdev.block.device import BlockDevice
+from kvdev.block.drill import DrillCounts, DrillQueue
 from kvdev.block.file import EngineChoice, FileDevice, FileOptions, choose_engine
 from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 Scans: TypeAlias = dict[Subsystem, list[NamespaceInfo]]
 
 log = logging.getLogger("kvdev.session")
+drill_log = logging.getLogger("kvdev.drill")
+"""Apart, so that the command line shows it whether or not it shows the library's log."""
 
 OPEN_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
@@ -84,6 +87,9 @@ class Session:
         self._queue_capacity_count = queue_capacity_count
         self._admin: AdminThread | None = None
         self._queue: HostQueue | None = None
+        self._drill_base: HostQueue | None = None
+        self._drill_queue: DrillQueue | None = None
+        self._drilled: list[tuple[str, DrillCounts]] = []
         self._supervisor: Supervisor | None = None
         self._subsystems: dict[TcpUri, Subsystem] = {}
         self._memories: dict[str, MemoryDevice] = {}
@@ -112,15 +118,27 @@ class Session:
 
     @property
     def queue(self) -> HostQueue:
-        """The queue of all devices but memory."""
+        """The queue of all devices but memory, and but those with a drill."""
         self._check_open()
         if self._queue is None:
-            self._queue = HostQueue(
-                capacity_count=self._queue_capacity_count,
-                window_size_bytes=self.options.window_size_bytes,
-                command_timeout_s=self.options.command_timeout_s,
-            )
+            self._queue = self._make_queue()
         return self._queue
+
+    def _make_queue(self) -> HostQueue:
+        return HostQueue(
+            capacity_count=self._queue_capacity_count,
+            window_size_bytes=self.options.window_size_bytes,
+            command_timeout_s=self.options.command_timeout_s,
+        )
+
+    def _queue_of(self, uri: DeviceUri) -> HostQueue:
+        """The queue that a device is opened on: those with a drill have theirs, whose completions nobody else takes."""
+        if uri.drill is None:
+            return self.queue
+        if self._drill_base is None:
+            self._drill_base = self._make_queue()
+            self._drill_queue = DrillQueue(self._drill_base)
+        return self._drill_base
 
     def subsystem(self, uri: TcpUri | str, *, deadline: Deadline | None = None) -> Subsystem:
         """A subsystem with all its paths, connected on first use and shared afterwards.
@@ -198,13 +216,26 @@ class Session:
         if isinstance(uri, TcpUri):
             subsystem = self.subsystem(uri, deadline=deadline)
             infos = self._scan(subsystem, scans, deadline)
-            device = subsystem.open_namespace(uri.nsid, self.queue, infos=infos, deadline=deadline)
+            device = subsystem.open_namespace(uri.nsid, self._queue_of(uri), infos=infos, deadline=deadline)
         elif isinstance(uri, FileUri):
             device = self._open_file(uri)
         else:
             device = self._open_vhost(uri, deadline)
         self._closers.append((str(uri), lambda _: device.close()))
+        if uri.drill is not None:
+            assert self._drill_queue is not None, "the device was opened on its base"
+            self._put_drill(device, self._drill_queue, uri)
         return device
+
+    def _put_drill(self, device: BlockDevice, queue: DrillQueue, uri: DeviceUri) -> None:
+        """Let what the URI says go wrong on a device, and say so."""
+        assert uri.drill is not None, "the URI has a drill"
+        plain = str(dataclasses.replace(parse_device_uri(device.uri), drill=None))
+        queue.put_on(device, uri.drill)
+        device.lock_name = plain
+        device.uri = str(dataclasses.replace(parse_device_uri(plain), drill=uri.drill))
+        self._drilled.append((plain, queue.counts(device)))
+        drill_log.warning("DRILL on %s: %s: faults from here on are made on purpose", plain, uri.drill)
 
     def open_members(self, uri: VolumeUri | str, *, deadline: Deadline | None = None) -> list[BlockDevice]:
         """The devices of a volume's URI, in its order; for ``vol+tcp:`` every usable active namespace.
@@ -321,7 +352,7 @@ class Session:
             is_polled=bool(uri.is_polled),
         )
         choice = self._engine(options)
-        return FileDevice(uri.path, options=options, queue=self.queue, choice=choice)
+        return FileDevice(uri.path, options=options, queue=self._queue_of(uri), choice=choice)
 
     def _engine(self, options: FileOptions) -> EngineChoice:
         """The engine of all files with these options, made on first use."""
@@ -354,7 +385,7 @@ class Session:
 
     def _open_vhost(self, uri: VhostUri, deadline: Deadline) -> VhostDevice:
         device = VhostDevice(
-            uri.path, self.queue, memory=self._shared, options=self.vhost_options, deadline=deadline
+            uri.path, self._queue_of(uri), memory=self._shared, options=self.vhost_options, deadline=deadline
         )
         self._vhosts.append(device)
         return device
@@ -392,6 +423,15 @@ class Session:
         return arena
 
     def _open_memory(self, uri: MemUri) -> MemoryDevice:
+        found = self._find_memory(uri)
+        if uri.drill is None:
+            return found
+        # The same memory behind a queue of its own: who has it without the drill is not to meet the faults.
+        drilled = MemoryDevice(size_bytes=found.size_bytes, name=uri.name, data=found.data)
+        self._put_drill(drilled, DrillQueue(drilled.queue), uri)
+        return drilled
+
+    def _find_memory(self, uri: MemUri) -> MemoryDevice:
         found = self._memories.get(uri.name)
         if found is None:
             if uri.size_bytes is None:
@@ -415,15 +455,17 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
+        for plain, counts in self._drilled:
+            drill_log.warning("DRILL on %s: over: %s", plain, counts)
         limit = deadline or Deadline.after(CLOSE_TIMEOUT_S)
         interrupt: BaseException | None = None
         closers = [*self._closers[::-1]]
         if self._supervisor is not None:
             supervisor = self._supervisor
             closers.append(("supervisor", lambda _: supervisor.close()))
-        if self._queue is not None:
-            queue = self._queue
-            closers.append(("queue", lambda _: queue.close()))
+        for queue in (self._queue, self._drill_base):
+            if queue is not None:
+                closers.append(("queue", lambda _, queue=queue: queue.close()))  # type: ignore[misc]
         closers += [(f"engine {name}", self._engine_closer(name)) for name in self._engines]
         if self._admin is not None:
             admin = self._admin
@@ -439,6 +481,7 @@ class Session:
         self._closers.clear()
         self._subsystems.clear()
         self._memories.clear()
+        self._drilled.clear()
         self._vhosts.clear()
         self._shared.clear()
         self._arenas.clear()

@@ -7,6 +7,7 @@ Trust: every text is untrusted; raises only UsageError naming the field, the val
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import ipaddress
 import re
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 from urllib.parse import quote, unquote
 
+from kvdev.drill import PREFIX as DRILL_PREFIX
+from kvdev.drill import DrillPlan, parse_plan
 from kvdev.errors import UsageError
 from kvdev.units import parse_size
 
@@ -29,6 +32,8 @@ PATH_COUNT_MAX = 16
 """Paths to one subsystem; a bound on what one URI can make us connect to."""
 MEMBER_COUNT_MAX = 256
 URI_SIZE_MAX = 1 << 16
+DRILL_SCHEME = "drill+"
+"""Before a device on which things go wrong on purpose (``kvdev.drill``)."""
 
 _NQN_DATED = re.compile(r"nqn\.\d{4}-(?:0[1-9]|1[0-2])\.([^:]+):(.+)", re.S | re.A)
 _NQN_UUID_PREFIX = "nqn.2014-08.org.nvmexpress:uuid:"
@@ -38,6 +43,8 @@ _HOST_LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
 _KEY_OPTIONS = ("dhchap-key", "dhchap-ctrl-key", "tls-psk")
+
+_SUBSYSTEM_VOLUMES = ("vol+tcp:", f"vol+{DRILL_SCHEME}tcp:")
 
 # What must be escaped inside a part so that the separators of the forms above stay unambiguous.
 _SAFE_IN_NQN = "/:.-_~!$'()*+;=@&"
@@ -136,6 +143,12 @@ class TcpAddress:
         return f"{self.host}:{self.port}"
 
 
+def _with_options(base: str, options: list[str], drill: DrillPlan | None) -> str:
+    options = options if drill is None else [*options, *drill.options()]
+    query = "?" + "&".join(options) if options else ""
+    return f"{'' if drill is None else 'drill+'}{base}{query}"
+
+
 @dataclass(frozen=True)
 class TcpUri:
     """A namespace of a subsystem (``nsid`` set), or the subsystem (``nsid`` None), over NVMe/TCP.
@@ -151,6 +164,7 @@ class TcpUri:
     dhchap_key: KeySource | None = None
     dhchap_ctrl_key: KeySource | None = None
     tls_psk: KeySource | None = None
+    drill: DrillPlan | None = None
 
     @property
     def address(self) -> TcpAddress:
@@ -169,8 +183,9 @@ class TcpUri:
             if source is not None:
                 options.append(f"{name}={quote(str(source), safe=_SAFE_IN_KEY)}")
         options += [f"path={address}" for address in self.addresses[1:]]
-        query = "?" + "&".join(options) if options else ""
-        return f"tcp://{self.address}/{quote(self.subnqn, safe=_SAFE_IN_NQN)}{query}"
+        return _with_options(
+            f"tcp://{self.address}/{quote(self.subnqn, safe=_SAFE_IN_NQN)}", options, self.drill
+        )
 
 
 @dataclass(frozen=True)
@@ -182,6 +197,7 @@ class FileUri:
     direct: str | None = None
     depth: int | None = None
     is_polled: bool | None = None
+    drill: DrillPlan | None = None
 
     def __str__(self) -> str:
         options = []
@@ -193,8 +209,7 @@ class FileUri:
             options.append(f"depth={self.depth}")
         if self.is_polled is not None:
             options.append(f"poll={'on' if self.is_polled else 'off'}")
-        query = "?" + "&".join(options) if options else ""
-        return f"file:{quote(self.path, safe=_SAFE_IN_PATH)}{query}"
+        return _with_options(f"file:{quote(self.path, safe=_SAFE_IN_PATH)}", options, self.drill)
 
 
 @dataclass(frozen=True)
@@ -202,9 +217,10 @@ class VhostUri:
     """A vhost-user-blk back end behind a UNIX socket."""
 
     path: str
+    drill: DrillPlan | None = None
 
     def __str__(self) -> str:
-        return f"vhost:{quote(self.path, safe=_SAFE_IN_PATH)}"
+        return _with_options(f"vhost:{quote(self.path, safe=_SAFE_IN_PATH)}", [], self.drill)
 
 
 @dataclass(frozen=True)
@@ -213,10 +229,11 @@ class MemUri:
 
     name: str
     size_bytes: int | None = None
+    drill: DrillPlan | None = None
 
     def __str__(self) -> str:
-        query = "" if self.size_bytes is None else f"?size={self.size_bytes}"
-        return f"mem:{quote(self.name, safe=_SAFE_IN_NAME)}{query}"
+        options = [] if self.size_bytes is None else [f"size={self.size_bytes}"]
+        return _with_options(f"mem:{quote(self.name, safe=_SAFE_IN_NAME)}", options, self.drill)
 
 
 DeviceUri: TypeAlias = "TcpUri | FileUri | VhostUri | MemUri"
@@ -304,6 +321,8 @@ def parse_subsystem_uri(text: str) -> TcpUri:
     uri = parse_uri(text)
     if not isinstance(uri, TcpUri):
         raise UsageError(f"uri: expected a subsystem tcp://HOST:PORT/NQN, got {text!r}")
+    if uri.drill is not None:
+        raise UsageError(f"uri: {DRILL_SCHEME}: a drill is for reads and writes of a device, got {text!r}")
     return uri
 
 
@@ -364,7 +383,33 @@ def _check_host(host: str, *, field: str) -> None:
         raise UsageError(f"{field}: host: expected a host name or an address, got {host!r}")
 
 
+def _parse_drill(text: str) -> DeviceUri:
+    """A device with faults: ``drill+`` before it, and what goes wrong among its options."""
+    head, has_query, query = text[len(DRILL_SCHEME) :].partition("?")
+    given: dict[str, str] = {}
+    others = []
+    for item in query.split("&") if has_query else ():
+        name, equals, value = item.partition("=")
+        if not name.startswith(DRILL_PREFIX):
+            others.append(item)
+            continue
+        name = name[len(DRILL_PREFIX) :]
+        if not equals or not value:
+            raise UsageError(f"uri: option {item!r}: expected NAME=VALUE in {text!r}")
+        if name in given:
+            raise UsageError(f"uri: option '{DRILL_PREFIX}{name}' is given twice in {text!r}")
+        given[name] = value
+    if head.startswith(DRILL_SCHEME):
+        raise UsageError(
+            f"uri: {DRILL_SCHEME}: expected it once, got {text!r}; one drill may have several faults"
+        )
+    device = _parse_device(head + ("?" + "&".join(others) if others else ""))
+    return dataclasses.replace(device, drill=parse_plan(given, where=text))
+
+
 def _parse_device(text: str) -> DeviceUri:
+    if text.startswith(DRILL_SCHEME):
+        return _parse_drill(text)
     scheme, colon, rest = text.partition(":")
     if not colon:
         raise UsageError(f"uri: expected {_FORMS}, got {text!r}")
@@ -475,10 +520,9 @@ def _parse_mem(text: str, rest: str) -> MemUri:
 
 def _parse_volume(text: str) -> VolumeUri:
     if text.startswith("vol+"):
-        inner = text[len("vol+") :]
-        if not inner.startswith("tcp:"):
+        subsystem = _parse_device(text[len("vol+") :]) if text.startswith(_SUBSYSTEM_VOLUMES) else None
+        if not isinstance(subsystem, TcpUri):
             raise UsageError(f"uri: expected vol+tcp://HOST:PORT/NQN or vol:URI,URI,..., got {text!r}")
-        subsystem = _parse_tcp(inner, inner[len("tcp:") :])
         if subsystem.nsid is not None:
             raise UsageError(
                 f"uri: nsid: vol+tcp: takes all labelled namespaces, got nsid={subsystem.nsid}; "
@@ -498,7 +542,7 @@ def _parse_volume(text: str) -> VolumeUri:
         if member_text.startswith(("vol:", "vol+")):
             raise UsageError(f"uri: member {member_index}: expected a device, got a volume in {text!r}")
         member = _parse_device(member_text)
-        if member in members or _file_path(member) in map(_file_path, members):
+        if _place(member) in map(_place, members):
             raise UsageError(f"uri: member {member_index}: {member_text} is named twice in {text!r}")
         if isinstance(member, TcpUri) and member.nsid is None:
             raise UsageError(
@@ -509,9 +553,9 @@ def _parse_volume(text: str) -> VolumeUri:
     return VolumeUri(members=tuple(members))
 
 
-def _file_path(uri: DeviceUri) -> object:
-    """A file is the same one whatever the options; anything else is like itself alone."""
-    return uri.path if isinstance(uri, FileUri) else uri
+def _place(uri: DeviceUri) -> object:
+    """A file is the same one whatever the options, any device whatever its drill; else it is like itself alone."""
+    return uri.path if isinstance(uri, FileUri) else dataclasses.replace(uri, drill=None)
 
 
 def _options(query: str, *, text: str) -> Iterator[tuple[str, str]]:
@@ -519,6 +563,8 @@ def _options(query: str, *, text: str) -> Iterator[tuple[str, str]]:
         name, equals, value = item.partition("=")
         if not equals or not value:
             raise UsageError(f"uri: option {item!r}: expected NAME=VALUE in {text!r}")
+        if name.startswith(DRILL_PREFIX):
+            raise UsageError(f"uri: option {name!r}: expected {DRILL_SCHEME} before the device in {text!r}")
         yield name, value
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvdev.block.reservation import ReservationControl
 from kvdev.clock import Deadline
+from kvdev.drill import DrillPlan
 from kvdev.errors import (
     CapacityError,
     CommandError,
@@ -149,6 +150,10 @@ class BlockDevice(ABC):
     """Reservations on the device; None where it has none."""
     is_host_local: bool = False
     """Whether nobody outside this host, or outside the locks of this host, can write to it."""
+    drill: DrillPlan | None = None
+    """What goes wrong on it on purpose (``kvdev.block.drill``)."""
+    lock_name: str = ""
+    """What it is locked by on this host in place of ``uri``, when that says more than which device it is."""
     queue: IoQueue
     device_index: int
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.block.device import BlockDevice, aligned_buffer
+from kvdev.block.drill import refuse_drill
 from kvdev.clock import NS_PER_S, SYSTEM_CLOCK, Deadline
 from kvdev.errors import KvdevError, UsageError
 from kvdev.native.index import ENTRY_DTYPE, GRANT_DTYPE, EntryArray, GrantArray
@@ -108,6 +109,8 @@ def check_volume(
         start_at: namespace and slot where a check that was interrupted goes on.
         timeout_s: bounds each batch, not the whole check.
     """
+    if repair:
+        refuse_drill(devices, "repair")
     options = _Options(progress, reads_pages, repair, _Throttle(bytes_per_s), timeout_s)
     report = CheckReport()
     try:

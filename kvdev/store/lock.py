@@ -159,7 +159,7 @@ class DevicesLock(_Locks):
 def device_key(device: BlockDevice) -> str:
     """Names a device's lock file: the same whichever path leads to it, when the device has an identifier."""
     identity = device.identity
-    mark = identity.nguid or identity.uuid or identity.eui64 or device.uri.encode()
+    mark = identity.nguid or identity.uuid or identity.eui64 or (device.lock_name or device.uri).encode()
     return f"device-{hashlib.sha256(mark).hexdigest()[:32]}"
 
 

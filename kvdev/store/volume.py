@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from typing import get_args
 
 from kvdev.block.device import BlockDevice, aligned_buffer, flush, read_blocks, write_blocks
+from kvdev.block.drill import refuse_drill
 from kvdev.block.stripe import StripeDevice, check_strip_size
 from kvdev.clock import Deadline
 from kvdev.errors import CapacityError, CorruptionError, KvdevError, UnsupportedError, UsageError
@@ -125,6 +126,7 @@ class Volume:
         """
         check_name("volume name", name)
         _check_members(members)
+        refuse_drill(members, "create a volume")
         check_strip_size(strip_size_bytes, members[0].block_size_bytes)
         stripe = StripeDevice(members, strip_size_bytes=strip_size_bytes, uri=f"volume {name}")
         row_count = _row_count(stripe, size_bytes)
@@ -421,6 +423,8 @@ class Volume:
         if geometry is not None:
             check_geometry(what, expected=geometry, actual=info.geometry)
         index = info.record.record_index
+        if mode == "owner":
+            refuse_drill(self.members, f"own {what}", unless_honest=True)
         lock = self._lock_namespace(info.record) if mode == "owner" else None
         try:
             lease = None
@@ -540,6 +544,7 @@ class Volume:
             )
 
     def _lock_volume(self, deadline: Deadline) -> _VolumeLock:
+        refuse_drill(self.members, f"change volume {self.name}")
         lock = OwnerLock(
             f"volume {self.name}", f"volume-{self.uuid.hex()}", members=self.members, byte=VOLUME_LOCK_BYTE
         )

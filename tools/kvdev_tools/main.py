@@ -38,6 +38,7 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "page": ("kvdev_tools.cmd_page", "page", "List and verify stored pages."),
     "provision": ("kvdev_tools.cmd_provision", "provision", "Make targets, hosts and volumes from one file."),
     "key": ("kvdev_tools.cmd_key", "key", "Make and check secrets for authentication."),
+    "drill": ("kvdev_tools.cmd_drill", "drill", "Let faults happen on a device, and watch it under reads."),
     "doctor": ("kvdev_tools.cmd_doctor", "doctor", "Check this host, and name what it lacks."),
     "replay": ("kvdev_tools.cmd_replay", "replay", "Offload and restore the KV pages of a request trace."),
 }
@@ -85,6 +86,7 @@ def cli(verbose: bool) -> None:
     Exit codes: 0 done, 2 usage, 3 unreachable, 4 refused, 5 data fault, 70 a bug of kvdev.
     """
     if verbose:
+        logging.getLogger("kvdev.drill").removeHandler(_DRILL_HANDLER)  # the log has it
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format="%(name)s %(levelname)s %(message)s"
         )
@@ -149,6 +151,7 @@ def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli, i
     # An error is one line; warnings of the library belong to those who ask for a log.
     for name in ("kvdev", "spdk_rpc", "asyncio"):
         logging.getLogger(name).addHandler(logging.NullHandler())
+    logging.getLogger("kvdev.drill").addHandler(_DRILL_HANDLER)
     try:
         with _Interrupts():
             result = _invoke(group, list(sys.argv[1:] if arguments is None else arguments))
@@ -183,6 +186,17 @@ def run(arguments: Sequence[str] | None = None, *, group: click.Command = cli, i
         return _complain(str(error), code)
     finally:
         _give_up_output(sys.stdout)
+
+
+class _DrillHandler(logging.Handler):
+    """Says on standard error that faults are made on purpose, also where no log was asked for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            click.echo(f"kvdev: {_one_line(record.getMessage())}", err=True)
+
+
+_DRILL_HANDLER = _DrillHandler()
 
 
 def _invoke(group: click.Command, arguments: list[str]) -> object:
@@ -230,14 +244,17 @@ WORD_LENGTH_MAX = 200
 
 
 def _complain(text: str, code: ExitCode) -> int:
-    # One line whatever a peer or a file put into the message.
-    line = "".join(c if c.isprintable() else " " for c in text)
-    line = re.sub(rf"\S{{{WORD_LENGTH_MAX + 1},}}", lambda word: f"{word[0][:120]}...{word[0][-40:]}", line)
     try:
-        click.echo(f"kvdev: {line}", err=True)
+        click.echo(f"kvdev: {_one_line(text)}", err=True)
     except (OSError, ValueError):
         _give_up_output(sys.stderr)
     return int(code)
+
+
+def _one_line(text: str) -> str:
+    """One line whatever a peer or a file put into the message."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return re.sub(rf"\S{{{WORD_LENGTH_MAX + 1},}}", lambda word: f"{word[0][:120]}...{word[0][-40:]}", line)
 
 
 def _usage_line(error: click.ClickException) -> str:
