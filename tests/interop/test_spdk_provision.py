@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import time
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 
 from kvdev.clock import Deadline
+from kvdev.security.psk import TlsPsk
+from kvdev.security.source import write_key_file
 from kvdev.testing.rpc_proxy import Failure, RpcProxy
 from kvdev_tools.main import run
 from spdk_rpc import Client, RpcTransportError
@@ -181,6 +184,30 @@ def test_a_site_on_real_spdk(site: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert len(call(capsys, "plan", file)["changes"]) > 0
     with capsys.disabled():
         print(f"\nprovision on spdk_tgt: {done['steps']} steps in {took:.2f} s")
+
+
+def test_a_site_over_tls(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The target's listeners take TLS only: SPDK's initiator and ours both come with the host's key."""
+    for name in ("target.key", "host.key"):
+        write_key_file(str(tmp_path / name), TlsPsk(bytes(range(32)), 1).text(), field="test")
+    text = site.read_text()
+    for address in re.findall(r'"(127[0-9.]+:[0-9]+)"', text):
+        text = text.replace(f'"{address}"', f'{{address: "{address}", secure_channel: true}}')
+    text = text.replace("hosts: [gpu0]", "hosts: [{host: gpu0, psk: to-gpu0}]")
+    text = text.replace('    cores: "0x1"\n', f"    keys: {{to-gpu0: {tmp_path}/target.key}}\n")
+    text = text.replace(
+        f"    nqn: {HOST_NQN}\n",
+        f"    nqn: {HOST_NQN}\n    keys: {{own: {tmp_path}/host.key}}\n    psk: own\n",
+    )
+    site.write_text(text)
+    done = call(capsys, "apply", str(site))
+    assert done["is_done"], done
+    assert call(capsys, "plan", str(site))["is_empty"]
+    shown = call(capsys, "status", str(site))
+    assert shown["hosts"][0]["controllers"][0]["path_states"] == ["enabled", "enabled"]
+    (volume,) = shown["volumes"]
+    assert volume["health"] == "ok" and len(volume["kv_namespaces"]) == 8
+    assert call(capsys, "destroy", str(site), "--yes", "real")["is_done"]
 
 
 def test_flush_that_was_forgotten_is_found_and_set_with_the_controllers_named(
