@@ -1163,6 +1163,15 @@ uint32_t kvdev_index_drop_pending(struct kvdev_index *index)
     return withdrawn;
 }
 
+void kvdev_index_release(struct kvdev_index *index, const uint32_t *slots, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (slots[i] < index->slot_count && state_of(index, slots[i]) == SLOT_QUARANTINED) {
+            free_push(index, slots[i]);
+        }
+    }
+}
+
 /* A live slot that is found no more; nobody reserves in an index that follows. */
 static void forget(struct kvdev_index *index, uint32_t slot)
 {

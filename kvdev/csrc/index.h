@@ -146,6 +146,8 @@ uint32_t kvdev_index_fail(struct kvdev_index *index, const struct kvdev_entry *r
 /* The data of entries without a record may be lost: withdraw them. */
 uint32_t kvdev_index_drop_pending(struct kvdev_index *index);
 
+/* Free quarantined slots; others stay as they are. */
+void kvdev_index_release(struct kvdev_index *index, const uint32_t *slots, uint32_t count);
 /* For an index that follows another owner's journal: take over what the records say, where the table's block does
  * not include them. -EINVAL, and nothing taken, when one is not of this table. Such an index reserves nothing. */
 int kvdev_index_follow(struct kvdev_index *index, const struct kvdev_entry *records, uint32_t count,

@@ -251,6 +251,10 @@ class PageIndex:
         if code:
             raise CapacityError(f"page index of {self.table.slot_count} slots: {os.strerror(-code)}")
 
+    def release(self, slots: Uint32Array) -> None:
+        """Free quarantined slots: nothing can land there any more."""
+        lib.kvdev_index_release(self._handle, _pointer(slots, "uint32_t[]"), len(slots))
+
     def follow(self, records: EntryArray, first_sequence: int) -> bool:
         """Take over what another owner's journal says, after ``load``; False when a record is not of this table."""
         code = lib.kvdev_index_follow(

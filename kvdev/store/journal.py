@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.block.device import aligned_buffer
-from kvdev.clock import Deadline
+from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import CorruptionError
 from kvdev.native.index import (
     ENTRY_DTYPE,
@@ -26,6 +26,7 @@ from kvdev.native.index import (
 )
 from kvdev.native.io import OPCODE_WRITE
 from kvdev.store.media import FORMAT_VERSION, HEADER_SIZE_BYTES, MAGIC_JOURNAL
+from kvdev.store.quarantine import Quarantine, is_fate_unknown
 from kvdev.store.superblock import Record
 from kvdev.store.volume_io import MemberMask, VolumeIo
 
@@ -81,6 +82,7 @@ class Journal:
         self.next_sequence = self.tail_sequence = record.tail_sequence
         self.durable_sequence = record.tail_sequence - 1
         self.is_uncertain = False
+        self.quarantine = Quarantine(io.is_fenced)
 
     @property
     def used_blocks(self) -> int:
@@ -88,7 +90,20 @@ class Journal:
 
     @property
     def room_blocks(self) -> int:
-        return self.block_count - 1 - self.used_blocks
+        """Blocks that can be appended: up to the tail, or to a block that a lost write may still reach."""
+        room = self.block_count - 1 - self.used_blocks
+        if len(self.quarantine):
+            self.quarantine.release()
+            ahead = [(place - self.head_position) % self.block_count for place in self.quarantine]
+            room = min([room, *ahead])
+        return room
+
+    def pass_quarantine(self) -> None:
+        """Move the head off blocks that must not be written; ``restart`` has to follow."""
+        for _ in range(self.block_count):
+            if self.head_position not in self.quarantine:
+                return
+            self.head_position = (self.head_position + 1) % self.block_count
 
     def blocks_for(self, record_count: int) -> int:
         return -(-record_count // self.records_per_block)
@@ -218,14 +233,21 @@ class Journal:
         position = self.head_position
         self._advance(count, len(records))
         self.is_uncertain = True
+        sent_ns = SYSTEM_CLOCK.monotonic_ns()
         before_wrap = min(count, self.block_count - position)
         block_bytes = self._io.block_size_bytes
-        members = self._io.transfer(
-            OPCODE_WRITE, self._slba + position, blocks[: before_wrap * block_bytes], deadline
-        )
-        if before_wrap < count:
-            rest = blocks[before_wrap * block_bytes :]
-            members = members | self._io.transfer(OPCODE_WRITE, self._slba, rest, deadline)
+        try:
+            members = self._io.transfer(
+                OPCODE_WRITE, self._slba + position, blocks[: before_wrap * block_bytes], deadline
+            )
+            if before_wrap < count:
+                rest = blocks[before_wrap * block_bytes :]
+                members = members | self._io.transfer(OPCODE_WRITE, self._slba, rest, deadline)
+        except BaseException as error:
+            if is_fate_unknown(error):
+                places = ((position + step) % self.block_count for step in range(count))
+                self.quarantine.add(places, since_ns=sent_ns)
+            raise
         return members
 
     def confirm(self) -> None:

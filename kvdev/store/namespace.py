@@ -41,7 +41,6 @@ from kvdev.native.index import (
     Uint8Array,
     Uint32Array,
 )
-from kvdev.native.io import OPCODE_WRITE, address_of
 from kvdev.store.claim import leave, wait_fenced
 from kvdev.store.directory import Directory
 from kvdev.store.fence import Fence, is_conflict
@@ -50,8 +49,10 @@ from kvdev.store.journal import Journal
 from kvdev.store.lease import Lease
 from kvdev.store.lock import OwnerLock
 from kvdev.store.page_io import page_io_of
+from kvdev.store.quarantine import Quarantine
 from kvdev.store.record_keeper import RecordKeeper
 from kvdev.store.superblock import EVICTION_POLICIES, FLAG_CLEAN, Record, policy_name
+from kvdev.store.table_io import TableIo
 from kvdev.store.volume_io import MemberMask, VolumeIo
 
 Mode = Literal["owner", "reader", "follower"]
@@ -140,6 +141,7 @@ class KvNamespace:
     # --- opening -----------------------------------------------------------------------------
 
     def _load(self, record_index: int, deadline: Deadline) -> None:
+        self._loaded_ns = SYSTEM_CLOCK.monotonic_ns()
         for attempt in range(READER_ATTEMPT_COUNT):
             try:
                 record = self._load_once(record_index, deadline)
@@ -198,6 +200,8 @@ class KvNamespace:
         )
         moved_count = table.merge(blocks[table_bytes:])
         bad_count, bad = table.check(bad_max=record.table_block_count)
+        self._table_io = TableIo(self._io, record)
+        self._lost_slots = Quarantine(self._io.is_fenced)
         self._journal = Journal(self._io, record)
         # Half the journal takes any commit: the other half holds what came since the last checkpoint.
         self._pending_limit = (record.journal_block_count // 2 - 1) * self._journal.records_per_block
@@ -269,8 +273,8 @@ class KvNamespace:
             if self._is_settled or self._lease is None:
                 return
             self._check_owned()
-            if self._is_fence_ahead():
-                wait_fenced(self._lease, deadline)
+            wait_fenced(self._lease, deadline)
+            if self._loaded_ns < self._lease.fence_until_ns:
                 # It may have gone on while we waited: what it made durable is there, and counts.
                 self._load(self._record.record_index, deadline)
             self._take_epoch(deadline)
@@ -448,6 +452,8 @@ class KvNamespace:
                 raise CapacityError(
                     f"{self.what}: reserve: expected at most {self.batch_limit} pages at once, got {count}"
                 )
+            if len(self._lost_slots):
+                self._index.release(np.array(self._lost_slots.release(), dtype=np.uint32))
             # At most: victims at the quota, victims for want of slots, the pages, what they replace.
             live_count, reserved_count = self._make_room(4 * count, deadline)
             # What the batch replaces counts as used, so that the victims are others.
@@ -503,6 +509,7 @@ class KvNamespace:
         *,
         outcome: Uint8Array | None = None,
         members: MemberMask | None = None,
+        sent_ns: int | None = None,
         deadline: Deadline,
     ) -> npt.NDArray[np.bool_]:
         """Make written grants readable, and give the others back: failed ones at once, those of unknown
@@ -511,19 +518,32 @@ class KvNamespace:
         Args:
             outcome: per grant OUTCOME_WRITTEN, OUTCOME_FAILED or OUTCOME_UNKNOWN; all written if None.
             members: which members the data went to; all if None.
+            sent_ns: monotonic time before the first of them was sent: slots of unknown fate are used again once
+                nothing sent since then can land; now if None, which may be never.
         """
         with self.mutex:
             self._check_writable(deadline)
             self._dirty_data |= self._io.all_members() if members is None else members
             if outcome is None:
                 outcome = np.zeros(len(keys), dtype=np.uint8)
+            else:
+                lost = grants["slot_index"][outcome == OUTCOME_UNKNOWN].tolist()
+                since_ns = SYSTEM_CLOCK.monotonic_ns() if sent_ns is None else sent_ns
+                self._lost_slots.add(lost, since_ns=since_ns)
             try:
                 return self._index.commit(keys, grants, crc32c, outcome)
             except PendingFullError:
                 self._commit(deadline)
                 return self._index.commit(keys, grants, crc32c, outcome)
 
-    def release(self, grants: GrantArray, *, is_fate_unknown: bool = False, deadline: Deadline) -> None:
+    def release(
+        self,
+        grants: GrantArray,
+        *,
+        is_fate_unknown: bool = False,
+        sent_ns: int | None = None,
+        deadline: Deadline,
+    ) -> None:
         """Give reserved grants back unwritten, or quarantined when a write may still be under way."""
         value = OUTCOME_UNKNOWN if is_fate_unknown else OUTCOME_FAILED
         self.commit(
@@ -532,6 +552,7 @@ class KvNamespace:
             np.zeros(len(grants), dtype=np.uint32),
             outcome=np.full(len(grants), value, dtype=np.uint8),
             members=self._io.no_members(),
+            sent_ns=sent_ns,
             deadline=deadline,
         )
 
@@ -627,6 +648,7 @@ class KvNamespace:
         that a cut leaves a replaced page or its successor, then once more without.
         """
         self._journal.next_sequence += len(records)
+        self._journal.pass_quarantine()
         self._index.revive(records, is_live=True)
         try:
             self._write_dirty(self._index.dirty_blocks(), self.epoch, deadline)
@@ -655,26 +677,8 @@ class KvNamespace:
         """Write table blocks as they are, sealed with the newest sequence, and make them durable."""
         if len(blocks):
             self._index.seal(blocks, sequence=self._journal.next_sequence - 1, epoch=epoch)
-            self._io.flush(self._write_table(blocks, deadline), deadline)
-
-    def _write_table(self, blocks: Uint32Array, deadline: Deadline) -> MemberMask:
-        """Write table blocks from where they stand, neighbours together."""
-        starts = np.flatnonzero(np.diff(blocks.astype(np.int64), prepend=-2) != 1)
-        first = blocks[starts].astype(np.uint64)
-        counts = np.diff(starts, append=len(blocks)).astype(np.uint64)
-        block_bytes = np.uint64(self._io.block_size_bytes)
-        result = self._io.run(
-            OPCODE_WRITE,
-            np.uint64(self._record.table_slba) + first,
-            counts,
-            np.uint64(address_of(self._index.table.image)) + first * block_bytes,
-            deadline=deadline,
-            may_copy=True,
-        )
-        failure = result.first_error(self._io.device.uri)
-        if failure is not None:
-            raise failure
-        return result.members
+            self._io.flush(self._table_io.write(blocks, self._index.table.image, deadline), deadline)
+            self._table_io.confirm()
 
     def _write_record(self, deadline: Deadline, **fields: object) -> None:
         self._keeper.write(deadline, **{"durable_sequence": self._journal.durable_sequence, **fields})
@@ -736,11 +740,22 @@ class KvNamespace:
                 if self._is_settled:
                     self._keep_lease()
                     self._commit(deadline)
+                    if self._has_quarantine():
+                        log.warning("%s: not marked closed: writes of unknown fate may still land", self.what)
+                        self._checkpoint(deadline)
+                        return
                     self._checkpoint(deadline, flags=FLAG_CLEAN, lease_ms=0, lease_key=0)
                     if self._lease is not None:
                         leave(self._lease.fence, self._directory, deadline)
             finally:
                 self.abandon()
+
+    def _has_quarantine(self) -> bool:
+        """Whether anything that was lost may still land: then whoever opens next has to wait for it."""
+        places = (self._lost_slots, self._journal.quarantine, self._table_io.quarantine)
+        for each in places:
+            each.release()
+        return any(len(each) for each in places)
 
     def abandon(self) -> None:
         """Give the locks back and write nothing, as a crash would leave it."""

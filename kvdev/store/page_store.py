@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.buffers import Pages, page_addresses
-from kvdev.clock import Deadline
+from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import CapacityError, CorruptionError, KvdevError, UsageError
 from kvdev.keys import KeyArray, check_keys
 from kvdev.native.index import SLOT_NONE, GrantArray, find_duplicate
@@ -141,18 +141,25 @@ class PageStore:
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint32], KvdevError | None]:
         namespace = self.namespace
         grants = namespace.reserve(keys, deadline=deadline)
+        sent_ns = SYSTEM_CLOCK.monotonic_ns()
         try:
             result = namespace.page_io.write(
                 grants, addresses, deadline=namespace.bounded(deadline), wants_crc=checksums is None
             )
         except BaseException:
-            # Nobody knows how far it came: the slots stay out of use until the namespace is opened again.
-            namespace.release(grants, is_fate_unknown=True, deadline=deadline)
+            # Nobody knows how far it came: the slots stay out of use until nothing can land there any more.
+            namespace.release(grants, is_fate_unknown=True, sent_ns=sent_ns, deadline=deadline)
             raise
         namespace.note_failure(result.failure)
         crc32c = result.crc32c if checksums is None else checksums
         stored = namespace.commit(
-            keys, grants, crc32c, outcome=result.outcome, members=result.members, deadline=deadline
+            keys,
+            grants,
+            crc32c,
+            outcome=result.outcome,
+            members=result.members,
+            sent_ns=sent_ns,
+            deadline=deadline,
         )
         return stored, crc32c, result.failure
 
