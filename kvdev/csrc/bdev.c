@@ -285,6 +285,11 @@ void kvdev_bdev_info_read(const struct kvdev_bdev *bdev, struct kvdev_bdev_info 
     ret->may_block = bdev->may_block;
 }
 
+int kvdev_bdev_may_block(const struct kvdev_bdev *bdev)
+{
+    return bdev->may_block;
+}
+
 /* ---- counters ---- */
 
 static void counters_add(struct counters *c, uint64_t bytes, uint64_t ns)

@@ -164,6 +164,9 @@ void kvdev_bdev_histogram_stop(struct kvdev_bdev *bdev);
 int kvdev_bdev_histogram_read(const struct kvdev_bdev *bdev, uint64_t *counts);
 /* cdef end */
 
+/* Whether an operation on it may wait for a medium: info's may_block alone, for every command. */
+int kvdev_bdev_may_block(const struct kvdev_bdev *bdev);
+
 /* Whether an operation changes what is stored. */
 static inline int kvdev_bdev_changes(int op)
 {

@@ -1,19 +1,11 @@
-#include "qpair.h"
+#include "qpair_int.h"
 
-#include <arpa/inet.h>
-#include <errno.h>
-#include <net/if.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "crc32c.h"
@@ -30,124 +22,12 @@
 #define LAST_READS_MAX 32             /* a socket buffer's worth after the peer has closed */
 #define TERM_WAIT_NS 100000000ull     /* destroy waits so long for the peer to read our H2CTermReq and close */
 #define DRAIN_NS 30000000000ull       /* TCP 3.5: the controller closes within 30 s */
-#define SLOT_NONE 0xffffffffu
 #define CID_NONE 0xffffffffu
 #define OPC_KEEP_ALIVE 0x18
 #define OPC_FABRICS 0x7f
 #define FCTYPE_AUTHENTICATION_RECEIVE 0x06
 #define STATUS_TRANSFER_ERROR 0x04    /* 00/04h Data Transfer Error */
 #define STATUS_TRANSIENT 0x22         /* 00/22h Transient Transport Error */
-#define NS_PER_S 1000000000ull
-#define CANCEL_SLICE_NS (KVDEV_QPAIR_CANCEL_MS * 1000000ull)
-
-enum request_state {
-    REQUEST_FREE = 0,
-    REQUEST_QUEUED = 1, /* its capsule header is not with the kernel yet: the controller cannot know the CID */
-    REQUEST_SENT = 2,
-    REQUEST_HELD = 3,   /* completed while a PDU with its memory is half sent; ends when that PDU has left */
-};
-
-struct request {
-    struct kvdev_pdu_cmd cmd;
-    uint8_t *data;
-    uint64_t cookie;
-    uint64_t deadline_ns; /* UINT64_MAX: none */
-    uint64_t send_ns;
-    int held_error;
-    uint16_t cid;
-    uint8_t state;
-    uint8_t opcode;
-    uint8_t generation;
-    uint8_t has_ddgst_error;
-    uint8_t may_be_short;
-    uint16_t tx_items;    /* items of the send ring that name it */
-    uint8_t cqe[KVDEV_CQE_BYTES];
-    uint8_t inline_data[16];
-};
-
-struct tx_item {
-    uint8_t head[KVDEV_PDU_BUILD_MAX];
-    const uint8_t *payload;
-    uint32_t head_len;
-    uint32_t payload_len;
-    uint32_t ddgst_len;
-    uint32_t sent;
-    uint32_t slot;        /* SLOT_NONE for a PDU of no command */
-    uint8_t ddgst[KVDEV_PDU_DIGEST_BYTES];
-    uint8_t is_capsule;
-    uint8_t ends_r2t;
-};
-
-struct r2t {
-    uint32_t slot;
-    uint32_t offset;
-    uint32_t length;
-    uint32_t done; /* bytes put into H2CData PDUs */
-    uint16_t ttag;
-};
-
-struct kvdev_qpair {
-    struct kvdev_qpair_params params;
-    struct kvdev_pdu_rx rx;
-    struct kvdev_qpair_fault fault;
-    struct kvdev_qpair_info counters; /* only its counter fields are kept up to date */
-    int fd;
-    struct kvdev_tls_context *tls_context;
-    struct kvdev_tls_link *tls; /* fd is then the near end of a pump */
-    uint32_t state;
-    int is_ic_done;
-    int is_draining;      /* dead, H2CTermReq sent, waiting for the controller to close */
-    uint64_t drain_deadline_ns;
-    kvdev_qpair_done_fn *done;
-    void *owner;
-    atomic_uint holders;
-    pid_t pid;
-    atomic_int is_dead;           /* what other threads may read of state */
-    atomic_int is_cancelled;
-    _Atomic uint64_t traffic_ns;  /* of the admin queue pair: send time of the newest command completed */
-    struct kvdev_qpair *admin;    /* of its association; held */
-
-    struct request *requests;
-    uint16_t *free_ring;  /* first in, first out: a slot rests as long as possible before its next generation */
-    uint32_t slot_count;
-    uint32_t free_head;
-    uint32_t free_count;
-    uint32_t outstanding;
-    uint32_t in_flight_bytes;
-    uint64_t deadline_min_ns; /* no command is due earlier */
-    uint32_t rx_slot;     /* whose payload is being received */
-    uint32_t payload_len_last; /* of the last C2HData */
-    uint16_t sqhd;
-
-    struct tx_item *tx;
-    uint32_t tx_mask;
-    uint32_t tx_head;
-    uint32_t tx_tail;
-    uint32_t h2c_items;
-    int is_tx_blocked;
-
-    struct r2t *r2ts;
-    uint32_t r2t_mask;
-    uint32_t r2t_head;
-    uint32_t r2t_tail;
-
-    uint8_t *ring;
-    uint32_t ring_size;
-    uint32_t ring_pos;
-    uint32_t ring_len;
-};
-
-static uint64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * NS_PER_S + (uint64_t)t.tv_nsec;
-}
-
-static uint64_t add_ns(uint64_t a, uint64_t b)
-{
-    return a > UINT64_MAX - b ? UINT64_MAX : a + b;
-}
 
 static uint32_t power_of_two_at_least(uint32_t n)
 {
@@ -157,22 +37,6 @@ static uint32_t power_of_two_at_least(uint32_t n)
     return p;
 }
 
-/* Waits for events on the connection until the deadline, or a cancel; 1 ready, 0 not. */
-static int wait_fd(const struct kvdev_qpair *qp, short events, uint64_t deadline_ns)
-{
-    for (;;) {
-        uint64_t now = now_ns();
-        uint64_t left = now >= deadline_ns ? 0 : deadline_ns - now;
-        uint64_t slice = left < CANCEL_SLICE_NS ? left : CANCEL_SLICE_NS;
-        struct pollfd pfd = { .fd = qp->fd, .events = events };
-        struct timespec ts = { .tv_sec = 0, .tv_nsec = (long)slice };
-        int n = ppoll(&pfd, 1, &ts, NULL);
-        if (n > 0)
-            return 1;
-        if ((n < 0 && errno != EINTR) || !left || atomic_load(&qp->is_cancelled))
-            return 0;
-    }
-}
 
 /* ---- life ---- */
 
@@ -256,7 +120,7 @@ void kvdev_qpair_destroy(struct kvdev_qpair *qp)
     qp->done = NULL;
     if (qp->is_draining) {
         uint64_t deadline = add_ns(now_ns(), TERM_WAIT_NS);
-        while (qp->is_draining && wait_fd(qp, POLLIN, deadline) && now_ns() < deadline)
+        while (qp->is_draining && qpair_wait(qp, POLLIN, deadline) && now_ns() < deadline)
             drain(qp, 0);
     }
     kvdev_qpair_close(qp);
@@ -446,7 +310,7 @@ void kvdev_qpair_kill(struct kvdev_qpair *qp, uint32_t kind, int error, const ch
     die(qp, NULL);
 }
 
-static void kill_fault(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fault, uint32_t kind, int error,
+void qpair_kill_fault(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fault, uint32_t kind, int error,
                        const char *field)
 {
     if (qp->state == KVDEV_QPAIR_DEAD)
@@ -467,7 +331,7 @@ static void kill_fault(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fau
 
 static void kill_protocol(struct kvdev_qpair *qp, const struct kvdev_pdu_fault *fault)
 {
-    kill_fault(qp, fault, fault->fes == KVDEV_FES_HDGST ? KVDEV_FAULT_DIGEST : KVDEV_FAULT_PROTOCOL, -EPROTO,
+    qpair_kill_fault(qp, fault, fault->fes == KVDEV_FES_HDGST ? KVDEV_FAULT_DIGEST : KVDEV_FAULT_PROTOCOL, -EPROTO,
                kvdev_pdu_rule_field(fault->rule));
 }
 
@@ -664,12 +528,10 @@ static void tx_advance(struct kvdev_qpair *qp, size_t sent, uint64_t now)
     }
 }
 
-static int receive(struct kvdev_qpair *qp);
-
 /* What the controller completed before it closed is still in the socket: those commands have a known fate. */
 static void send_failed(struct kvdev_qpair *qp, int error)
 {
-    for (int i = 0; i < LAST_READS_MAX && qp->state == KVDEV_QPAIR_READY && receive(qp); i++)
+    for (int i = 0; i < LAST_READS_MAX && qp->state == KVDEV_QPAIR_READY && qpair_receive(qp); i++)
         ;
     kvdev_qpair_kill(qp, KVDEV_FAULT_SOCKET, error, "send");
 }
@@ -883,7 +745,7 @@ static ssize_t read_once(struct kvdev_qpair *qp, size_t *asked)
     return got;
 }
 
-static int receive(struct kvdev_qpair *qp)
+int qpair_receive(struct kvdev_qpair *qp)
 {
     size_t total = 0;
     while (qp->fd >= 0 && !qp->is_draining && total < RX_BUDGET_BYTES) {
@@ -916,7 +778,7 @@ int kvdev_qpair_receive(struct kvdev_qpair *qp)
 {
     if (qp->is_draining)
         drain(qp, now_ns());
-    return qp->state == KVDEV_QPAIR_READY ? receive(qp) : 0;
+    return qp->state == KVDEV_QPAIR_READY ? qpair_receive(qp) : 0;
 }
 
 uint64_t kvdev_qpair_deadlines(struct kvdev_qpair *qp, uint64_t now)
@@ -945,213 +807,9 @@ uint64_t kvdev_qpair_deadlines(struct kvdev_qpair *qp, uint64_t now)
     return next;
 }
 
-/* ---- connecting ---- */
-
-static void address_text(const struct sockaddr_storage *ss, char *text, size_t size)
-{
-    char host[INET6_ADDRSTRLEN + IF_NAMESIZE + 2];
-    char port[8];
-    if (getnameinfo((const struct sockaddr *)ss, sizeof *ss, host, sizeof host, port, sizeof port,
-                    NI_NUMERICHOST | NI_NUMERICSERV))
-        name_copy(text, size, "?");
-    else
-        snprintf(text, size, ss->ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
-}
-
-static int socket_open(struct kvdev_qpair *qp, const struct addrinfo *info, uint64_t deadline)
-{
-    int one = 1;
-    qp->fd = socket(info->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP);
-    if (qp->fd < 0)
-        return -errno;
-    setsockopt(qp->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    if (qp->params.rcvbuf_size_bytes) {
-        int size = (int)qp->params.rcvbuf_size_bytes;
-        setsockopt(qp->fd, SOL_SOCKET, SO_RCVBUF, &size, sizeof size);
-    }
-    if (qp->params.sndbuf_size_bytes) {
-        int size = (int)qp->params.sndbuf_size_bytes;
-        setsockopt(qp->fd, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
-    }
-    if (connect(qp->fd, info->ai_addr, info->ai_addrlen) && errno != EINPROGRESS)
-        return -errno;
-    if (!wait_fd(qp, POLLOUT, deadline))
-        return atomic_load(&qp->is_cancelled) ? -ECANCELED : -ETIMEDOUT;
-    int error = 0;
-    socklen_t len = sizeof error;
-    if (getsockopt(qp->fd, SOL_SOCKET, SO_ERROR, &error, &len))
-        return -errno;
-    if (error)
-        return -error;
-    struct sockaddr_storage local = { 0 };
-    struct sockaddr_storage peer = { 0 };
-    len = sizeof local;
-    getsockname(qp->fd, (struct sockaddr *)&local, &len);
-    len = sizeof peer;
-    if (getpeername(qp->fd, (struct sockaddr *)&peer, &len))
-        return -errno;
-    address_text(&local, qp->counters.local_address, sizeof qp->counters.local_address);
-    address_text(&peer, qp->counters.peer_address, sizeof qp->counters.peer_address);
-    /* A dead local port out of the ephemeral range can be met by our own socket: nobody else is there. */
-    if (!strcmp(qp->counters.local_address, qp->counters.peer_address))
-        return -ECONNREFUSED;
-    return 0;
-}
-
-static int digests_check(struct kvdev_qpair *qp)
-{
-    const char *field = NULL;
-    if (qp->params.header_digest == KVDEV_DIGEST_REQUIRE && !qp->rx.link.hdgst)
-        field = "header digest";
-    else if (qp->params.data_digest == KVDEV_DIGEST_REQUIRE && !qp->rx.link.ddgst)
-        field = "data digest";
-    if (!field)
-        return 0;
-    struct kvdev_pdu_fault fault = { .fes = KVDEV_FES_UNSUPPORTED,
-                                     .fei = 11,
-                                     .field_offset = 11,
-                                     .pdu_type = KVDEV_PDU_IC_RESP,
-                                     .expected = (uint64_t)((qp->params.header_digest == KVDEV_DIGEST_REQUIRE) |
-                                                            (qp->params.data_digest == KVDEV_DIGEST_REQUIRE) << 1),
-                                     .actual = qp->rx.pdu.dgst };
-    kill_fault(qp, &fault, KVDEV_FAULT_REFUSED, -ENOPROTOOPT, field);
-    return -ENOPROTOOPT;
-}
-
-static int ic_exchange(struct kvdev_qpair *qp, uint64_t deadline)
-{
-    struct kvdev_pdu_link link = { .hdgst = qp->params.header_digest != KVDEV_DIGEST_OFF,
-                                   .ddgst = qp->params.data_digest != KVDEV_DIGEST_OFF,
-                                   .recv_pda = qp->params.hpda,
-                                   .maxr2t = qp->params.maxr2t_0based };
-    int error = kvdev_pdu_rx_init(&qp->rx, KVDEV_PDU_HOST, &link);
-    if (error)
-        return error;
-    uint8_t request[KVDEV_PDU_BUILD_MAX];
-    size_t len = kvdev_pdu_build_ic_req(request, &link);
-    ssize_t sent = send(qp->fd, request, len, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent != (ssize_t)len) {
-        /* A fresh socket takes 128 bytes at once or is broken. */
-        kvdev_qpair_kill(qp, KVDEV_FAULT_SOCKET, sent < 0 ? -errno : -EPIPE, "ICReq");
-        return qp->fault.error;
-    }
-    qp->counters.tx_bytes += len;
-    while (!qp->is_ic_done && qp->state != KVDEV_QPAIR_DEAD) {
-        if (!wait_fd(qp, POLLIN, deadline)) {
-            if (atomic_load(&qp->is_cancelled))
-                kvdev_qpair_kill(qp, KVDEV_FAULT_LOCAL, -ECANCELED, "ICResp");
-            else
-                kvdev_qpair_kill(qp, KVDEV_FAULT_TIMEOUT, -ETIMEDOUT, "ICResp");
-            break;
-        }
-        receive(qp);
-    }
-    if (qp->state == KVDEV_QPAIR_DEAD)
-        return qp->fault.error;
-    return digests_check(qp);
-}
-
-void kvdev_qpair_tls_set(struct kvdev_qpair *qp, struct kvdev_tls_context *context)
-{
-    qp->tls_context = context;
-}
-
-int kvdev_qpair_tls_read(struct kvdev_qpair *qp, struct kvdev_tls_info *ret)
-{
-    if (!qp->tls)
-        return -ENOENT;
-    kvdev_tls_link_read(qp->tls, ret);
-    return 0;
-}
-
-int kvdev_qpair_connect(struct kvdev_qpair *qp, const char *address, uint16_t port, uint64_t timeout_ns)
-{
-    if (qp->state != KVDEV_QPAIR_IDLE || qp->fd >= 0)
-        return -EINVAL;
-    uint64_t deadline = add_ns(now_ns(), timeout_ns);
-    char service[8];
-    snprintf(service, sizeof service, "%u", port);
-    struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV };
-    struct addrinfo *info = NULL;
-    if (getaddrinfo(address, service, &hints, &info) || !info)
-        return -EINVAL;
-    int error = socket_open(qp, info, deadline);
-    freeaddrinfo(info);
-    if (!error && qp->tls_context)
-        error = kvdev_tls_start(qp->tls_context, qp->fd, &qp->fd, &qp->tls);
-    if (error) {
-        uint32_t kind = error == -ETIMEDOUT   ? KVDEV_FAULT_TIMEOUT
-                        : error == -ECANCELED ? KVDEV_FAULT_LOCAL
-                                              : KVDEV_FAULT_SOCKET;
-        kvdev_qpair_kill(qp, kind, error, "connect");
-        return error;
-    }
-    error = ic_exchange(qp, deadline);
-    if (error)
-        return error;
-    qp->state = KVDEV_QPAIR_READY;
-    return 0;
-}
-
 void kvdev_qpair_association_check(struct kvdev_qpair *qp)
 {
-    if (qp->admin && qp->state == KVDEV_QPAIR_READY && atomic_load(&qp->admin->is_dead))
-        kvdev_qpair_kill(qp, KVDEV_FAULT_ASSOCIATION, -ENOTCONN, "association");
-}
-
-/* ---- one synchronous command ---- */
-
-struct sync_result {
-    int is_done;
-    int error;
-    uint8_t *cqe;
-};
-
-static void sync_done(void *owner, uint64_t cookie, int error, const uint8_t *cqe, uint64_t send_ns, uint64_t at_ns)
-{
-    struct sync_result *result = owner;
-    (void)send_ns;
-    (void)at_ns;
-    if (cookie != (uintptr_t)result)
-        return; /* a Keep Alive or event request of the owner before us */
-    result->is_done = 1;
-    result->error = error == -EIO ? 0 : error; /* -EIO: the verdict is in the CQE's status */
-    memcpy(result->cqe, cqe, KVDEV_CQE_BYTES);
-}
-
-int kvdev_qpair_execute(struct kvdev_qpair *qp, const uint8_t *sqe, void *data, uint32_t len, uint32_t direction,
-                        uint64_t timeout_ns, uint8_t *cqe)
-{
-    struct sync_result result = { .cqe = cqe };
-    if (qp->done)
-        return -EBUSY;
-    uint64_t deadline = add_ns(now_ns(), timeout_ns);
-    int error = kvdev_qpair_start(qp, sqe, data, len, direction, (uintptr_t)&result, deadline);
-    if (error)
-        return error;
-    kvdev_qpair_owner_set(qp, sync_done, &result);
-    while (!result.is_done) {
-        uint64_t now = now_ns();
-        kvdev_qpair_send(qp, now);
-        kvdev_qpair_receive(qp);
-        if (!result.is_done)
-            kvdev_qpair_deadlines(qp, now);
-        if (result.is_done)
-            break;
-        short events = 0;
-        kvdev_qpair_wait_fd(qp, &events);
-        if (!wait_fd(qp, events, deadline) && atomic_load(&qp->is_cancelled))
-            kvdev_qpair_kill(qp, KVDEV_FAULT_LOCAL, -ECANCELED, "given up");
-    }
-    kvdev_qpair_owner_set(qp, NULL, NULL);
-    if (result.error == -ENOTCONN && qp->fault.error)
-        return qp->fault.error;
-    return result.error;
-}
-
-void kvdev_qpair_cancel(struct kvdev_qpair *qp)
-{
-    atomic_store(&qp->is_cancelled, 1);
+    qpair_association_check(qp);
 }
 
 /* ---- reading state ---- */
@@ -1183,12 +841,12 @@ void kvdev_qpair_fault_read(const struct kvdev_qpair *qp, struct kvdev_qpair_fau
 
 int kvdev_qpair_is_ready(const struct kvdev_qpair *qp)
 {
-    return qp->state == KVDEV_QPAIR_READY;
+    return qpair_is_ready(qp);
 }
 
 uint32_t kvdev_qpair_room(const struct kvdev_qpair *qp)
 {
-    return qp->state == KVDEV_QPAIR_READY ? qp->free_count : 0;
+    return qpair_room(qp);
 }
 
 uint32_t kvdev_qpair_in_flight_bytes(const struct kvdev_qpair *qp)
@@ -1203,7 +861,7 @@ uint32_t kvdev_qpair_outstanding(const struct kvdev_qpair *qp)
 
 int kvdev_qpair_has_unsent(const struct kvdev_qpair *qp)
 {
-    return qp->tx_head != qp->tx_tail || qp->r2t_head != qp->r2t_tail;
+    return qpair_has_unsent(qp);
 }
 
 int kvdev_qpair_wait_fd(const struct kvdev_qpair *qp, short *events)
@@ -1211,7 +869,7 @@ int kvdev_qpair_wait_fd(const struct kvdev_qpair *qp, short *events)
     if (qp->fd < 0)
         return -1;
     *events = POLLIN;
-    if (qp->state == KVDEV_QPAIR_READY && kvdev_qpair_has_unsent(qp))
+    if (qp->state == KVDEV_QPAIR_READY && qpair_has_unsent(qp))
         *events |= POLLOUT;
     return qp->fd;
 }

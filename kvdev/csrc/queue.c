@@ -184,25 +184,25 @@ static int turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
         queue_delayed_release(q, now);
     for (uint32_t i = 0; i < q->path_count; i++)
         if (q->paths[i].qp)
-            kvdev_qpair_association_check(q->paths[i].qp);
+            qpair_association_check(q->paths[i].qp);
     dispatch(q, now);
     for (uint32_t i = 0; i < q->path_count; i++) {
         struct kvdev_qpair *qp = q->paths[i].qp;
-        if (!qp || !(kvdev_qpair_outstanding(qp) || kvdev_qpair_has_unsent(qp) || !kvdev_qpair_is_ready(qp)))
+        if (!qp || !(qp->outstanding || qpair_has_unsent(qp) || !qpair_is_ready(qp)))
             continue;
-        if (kvdev_qpair_has_unsent(qp))
+        if (qpair_has_unsent(qp))
             has_moved |= kvdev_qpair_send(qp, now);
         if (kvdev_qpair_receive(qp)) {
             has_moved = 1;
             /* What has come made room: fill it and answer R2Ts before looking at the others. */
             dispatch(q, now);
-            if (kvdev_qpair_has_unsent(qp))
+            if (qpair_has_unsent(qp))
                 kvdev_qpair_send(qp, now);
         }
         uint64_t deadline = kvdev_qpair_deadlines(qp, now);
         if (deadline < *next_deadline_ns)
             *next_deadline_ns = deadline;
-        if (!kvdev_qpair_is_ready(qp))
+        if (!qpair_is_ready(qp))
             queue_controller_check(q, &q->paths[i]);
     }
     uint64_t due = q->delayed_due_ns < q->fail_due_ns ? q->delayed_due_ns : q->fail_due_ns;
@@ -222,7 +222,7 @@ static int sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
             continue;
         short events = 0;
         int fd = kvdev_qpair_wait_fd(q->paths[i].qp, &events);
-        if (fd < 0 || !kvdev_qpair_outstanding(q->paths[i].qp))
+        if (fd < 0 || !q->paths[i].qp->outstanding)
             continue;
         fds[n++] = (struct pollfd){ .fd = fd, .events = events };
     }
@@ -253,7 +253,7 @@ static uint64_t in_flight_bytes(const struct kvdev_queue *q)
     uint64_t sum = 0;
     for (uint32_t i = 0; i < q->path_count; i++)
         if (q->paths[i].qp)
-            sum += kvdev_qpair_in_flight_bytes(q->paths[i].qp);
+            sum += q->paths[i].qp->in_flight_bytes;
     return sum;
 }
 

@@ -15,13 +15,12 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <time.h>
 
+#include "qpair_int.h"
 #include "queue_device.h"
 
 #define NODE_NONE 0xffffffffu
 #define QPAIR_NONE 0xffffu
-#define NS_PER_S 1000000000ull
 #define CONTROLLER_NONE 0xffffu
 #define OPC_FLUSH 0x00
 #define OPC_WRITE 0x01
@@ -172,18 +171,6 @@ struct kvdev_queue {
     size_t refused_index;
     uint32_t refused_reason;
 };
-static inline uint64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * NS_PER_S + (uint64_t)t.tv_nsec;
-}
-
-static inline uint64_t add_ns(uint64_t a, uint64_t b)
-{
-    return a > UINT64_MAX - b ? UINT64_MAX : a + b;
-}
-
 /* ---- lists of nodes ---- */
 
 static inline void list_push(struct kvdev_queue *q, struct list *list, uint32_t index)

@@ -64,21 +64,20 @@ static struct path *path_choose(struct kvdev_queue *q, struct device *device, ui
     for (uint32_t i = 0; i < count && i < device->active_count; i++) {
         uint32_t at = first + i < count ? first + i : first + i - count;
         struct path *path = &q->paths[device->active[at]];
-        if (!path->qp || !kvdev_qpair_is_ready(path->qp))
+        if (!path->qp || !qpair_is_ready(path->qp))
             continue;
-        uint32_t outstanding = kvdev_qpair_outstanding(path->qp);
-        if (!outstanding && now > path->last_done_ns + IDLE_CHECK_NS) {
+        if (!path->qp->outstanding && now > path->last_done_ns + IDLE_CHECK_NS) {
             /* It may have been closed while nobody looked; a command sent into that would have an unknown fate. */
             kvdev_qpair_receive(path->qp);
             path->last_done_ns = now;
-            if (!kvdev_qpair_is_ready(path->qp))
+            if (!qpair_is_ready(path->qp))
                 continue;
         }
         *is_any_ready = 1;
-        uint32_t in_flight = kvdev_qpair_in_flight_bytes(path->qp);
+        uint32_t in_flight = path->qp->in_flight_bytes;
         int fits = !in_flight || (in_flight <= q->options.window_size_bytes &&
                                   bytes <= q->options.window_size_bytes - in_flight);
-        if (path->is_blocked || !fits || kvdev_qpair_room(path->qp) < slots || in_flight >= best_bytes)
+        if (path->is_blocked || !fits || qpair_room(path->qp) < slots || in_flight >= best_bytes)
             continue;
         best = path;
         best_bytes = in_flight;
@@ -95,7 +94,7 @@ static struct path *path_of_controller(struct kvdev_queue *q, uint32_t controlle
 {
     for (uint32_t i = 0; i < q->path_count; i++) {
         struct path *path = &q->paths[i];
-        if (path->qp && path->controller == controller && kvdev_qpair_room(path->qp))
+        if (path->qp && path->controller == controller && qpair_room(path->qp))
             return path;
     }
     return NULL;
@@ -184,7 +183,7 @@ static int namespace_is_alive(const struct kvdev_queue *q, const struct device *
 {
     for (uint32_t i = 0; i < device->active_count; i++) {
         const struct kvdev_qpair *qp = q->paths[device->active[i]].qp;
-        if (qp && kvdev_qpair_is_ready(qp))
+        if (qp && qpair_is_ready(qp))
             return 1;
     }
     return 0;

@@ -71,7 +71,7 @@ void queue_device_rebuild(struct kvdev_queue *q, struct device *device)
 /* Tells the supervisor, once per association, that a queue pair of it is dead. */
 void queue_controller_check(struct kvdev_queue *q, const struct path *path)
 {
-    if (path->controller == CONTROLLER_NONE || kvdev_qpair_is_ready(path->qp))
+    if (path->controller == CONTROLLER_NONE || qpair_is_ready(path->qp))
         return;
     struct controller *controller = &q->controllers[path->controller];
     if (!controller->is_up || controller->has_fallen)

@@ -59,7 +59,7 @@ int kvdev_queue_create(const struct kvdev_queue_options *options, struct kvdev_q
 void queue_path_drop(struct kvdev_queue *q, uint32_t index)
 {
     struct path *path = &q->paths[index];
-    if (kvdev_qpair_outstanding(path->qp))
+    if (path->qp->outstanding)
         kvdev_qpair_kill(path->qp, KVDEV_FAULT_LOCAL, -ENOTCONN, "given up");
     kvdev_qpair_owner_set(path->qp, NULL, NULL);
     kvdev_qpair_destroy(path->qp);
@@ -264,7 +264,7 @@ int kvdev_queue_abandon(struct kvdev_queue *q)
             queue_device_cancel(q, &q->devices[i], -ECANCELED);
     queue_delayed_cancel(q, KVDEV_QUEUE_DEVICES_MAX, -ECANCELED);
     for (uint32_t i = 0; i < q->path_count; i++)
-        if (q->paths[i].qp && kvdev_qpair_outstanding(q->paths[i].qp)) {
+        if (q->paths[i].qp && q->paths[i].qp->outstanding) {
             kvdev_qpair_kill(q->paths[i].qp, KVDEV_FAULT_LOCAL, -ENOTCONN, "given up");
             queue_controller_check(q, &q->paths[i]);
         }

@@ -352,6 +352,12 @@ static inline struct request *list_pop(struct request_list *list)
 #define OPC_COPY 0x19
 #define CDW12_FUA (1u << 30)
 
+/* Opcodes that io_start knows, one bit each; all are below 32. */
+#define NVM_OPCODES                                                                                                  \
+    (1u << OPC_FLUSH | 1u << OPC_WRITE | 1u << OPC_READ | 1u << OPC_COMPARE | 1u << OPC_WRITE_ZEROES | 1u << OPC_DSM | \
+     1u << OPC_VERIFY | 1u << OPC_COPY)
+#define SQE_FUSE_MASK 3u
+
 #define TARGET_CONTROLLER_SLOT(number) ((uint32_t)(number) & 0xffffu)
 
 uint64_t target_now_ns(void);
