@@ -56,7 +56,7 @@ class PeerHost:
         **qpair_options: Any,
     ) -> None:
         self.qpair = HostQpair(**{"qid": 1, "queue_size": 32, "trid": "peer", **qpair_options})
-        self.qpair.connect(peer.address, peer.port, deadline=Deadline.after(5))
+        self.qpair.connect(peer.address, peer.port, deadline=Deadline.after(60))
         self.queue = HostQueue(**(queue_options or {}))
         self.qpair_index = self.queue.add_qpair(self.qpair)
         self.device_index = self.queue.add_namespace(
@@ -93,7 +93,7 @@ class PeerHost:
         io["group_addr"] = group_addr
         self.queue.submit(io)
 
-    def poll(self, count: int, *, seconds: float = 5.0) -> IoDoneArray:
+    def poll(self, count: int, *, seconds: float = 60.0) -> IoDoneArray:
         return self.queue.poll(min_count=count, deadline=Deadline.after(seconds))
 
     def run(self, opcode: int, buffer: GuardedBuffer | None, **options: Any) -> Any:

@@ -522,15 +522,17 @@ class MemoryScript:
             data = command.data or self._pull(connection, command, size)
             self.memory[start : start + size] = data
         elif command.opcode == 0x08:
-            self.memory[start : start + size] = bytes(size)
+            self._clear(start, size)
         elif command.opcode == 0x09:
             for at in range(0, len(command.data), 16):
                 _, count, slba = struct.unpack_from("<IIQ", command.data, at)
-                first = slba * self.block_size_bytes
-                self.memory[first : first + count * self.block_size_bytes] = bytes(
-                    count * self.block_size_bytes
-                )
+                self._clear(slba * self.block_size_bytes, count * self.block_size_bytes)
         connection.send(connection.pack_response(command.cid), chunk_size=self.chunk_size)
+
+    def _clear(self, start: int, size: int) -> None:
+        """What lies beyond the memory stays unwritten: a quarter of a gigabyte of zeroes takes seconds."""
+        size = max(0, min(size, len(self.memory) - start))
+        self.memory[start : start + size] = bytes(size)
 
     def _read(self, connection: PeerConnection, command: PduFromHost, data: bytes) -> None:
         out = bytearray()

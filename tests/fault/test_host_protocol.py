@@ -497,7 +497,7 @@ def test_term_when_controller_sends_it_then_it_is_decoded_or_ignored_and_the_que
 # ---- connecting ----
 
 
-def connect(peer: ScriptedPeer, seconds: float = 5.0, **options: Any) -> HostQpair:
+def connect(peer: ScriptedPeer, seconds: float = 60.0, **options: Any) -> HostQpair:
     qpair = HostQpair(qid=1, queue_size=8, trid="peer", **options)
     qpair.connect(peer.address, peer.port, deadline=Deadline.after(seconds))
     return qpair

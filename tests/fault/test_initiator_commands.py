@@ -207,7 +207,7 @@ class PairRig:
         self.queue.set_path(self.device, self.controller, PathState.OPTIMIZED)
         self.block_size_bytes = block_size_bytes
 
-    def run(self, *, seconds: float = 5, lba_count: int = 1) -> PairCompletion:
+    def run(self, *, seconds: float = 60, lba_count: int = 1) -> PairCompletion:
         size = lba_count * self.block_size_bytes
         return self.queue.compare_and_write(
             self.device,
