@@ -17,9 +17,9 @@ from kvdev.store.volume import Volume
 def test_open_device_when_memory_then_shared_by_name() -> None:
     with Session() as kv:
         first = kv.open_device("mem:a?size=1MiB")
-        write_blocks(first, 1, b"x" * 4096, Deadline.after(5))
+        write_blocks(first, 1, b"x" * 4096, Deadline.after(60))
         again = kv.open_device("mem:a")
-        assert bytes(read_blocks(again, 1, 1, Deadline.after(5))) == b"x" * 4096
+        assert bytes(read_blocks(again, 1, 1, Deadline.after(60))) == b"x" * 4096
         with pytest.raises(UsageError, match="size: expected 1048576 as first opened"):
             kv.open_device("mem:a?size=2MiB")
         with pytest.raises(UsageError, match=r"expected mem:b\?size=SIZE"):
