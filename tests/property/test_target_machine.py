@@ -265,7 +265,7 @@ class TargetMachine(RuleBasedStateMachine):
             if what == "zeroes":
                 reply = raw.execute(command(NvmOpcode.WRITE_ZEROES, slba, lba_count))
             else:
-                is_small = lba_count * BLOCK <= 2 * BLOCK
+                is_small = lba_count == 1  # what IOCCSZ offers
                 sqe = command(NvmOpcode.WRITE, slba, lba_count)
                 reply = raw.execute(sqe, data, in_capsule=is_small)
             assert reply.cqe.is_success, reply
