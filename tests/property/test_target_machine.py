@@ -94,8 +94,9 @@ class TargetMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for host in self.live:
             host.admin.close()
-            for queue in host.queues:
+            for queue in host.queues[:]:
                 queue.raw.close()
+                self.forget(queue)
         self.live.clear()
         self.counts_agree()
         got = np.frombuffer(self.target.bdev(1).read(0, BLOCK_COUNT * BLOCK), dtype=np.uint8)
