@@ -1,4 +1,4 @@
-/* The page table in memory: key to slot, least recent use, slots free and on their way to be free.
+/* The page table in memory: key to slot, the order in which pages go, slots free and on their way to be free.
  *
  * The table image is the caller's: the blocks as they lie on media, read into place and written from
  * place. The index adds a hash over it, two list links and a state byte per slot, and the list of
@@ -12,39 +12,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "page_table.h"
+
 /* cdef begin */
-struct kvdev_media_header {      /* first 64 bytes of every structure on media; little endian */
-    uint64_t magic;
-    uint16_t version;
-    uint16_t count;              /* entries, records or members that follow */
-    uint32_t size_bytes;         /* what the checksum covers, header included */
-    uint32_t crc32c;             /* over size_bytes with this field zero */
-    uint32_t index;              /* which of its kind this is: table block, journal position, ... */
-    uint8_t uuid[16];            /* volume or KV namespace it belongs to */
-    uint64_t sequence;
-    uint64_t epoch;
-    uint64_t durable_sequence;   /* journal: everything up to here was durable before this block */
-};
-
-struct kvdev_entry {             /* one slot, in the table and as a journal record */
-    uint8_t key[32];
-    uint64_t generation;
-    uint64_t checksum;
-    uint32_t length;
-    uint32_t last_use;
-    uint8_t state;               /* 0 free, 1 live */
-    uint8_t algorithm;           /* 1: crc32c of the bytes, crc32c of identity and that */
-    uint16_t reserved;
-    uint32_t slot_index;
-};
-
-struct kvdev_grant {             /* leave to read or write one slot, as long as its generation stands */
-    uint64_t generation;
-    uint64_t checksum;
-    uint32_t slot_index;         /* KVDEV_SLOT_NONE: the key is not stored */
-    uint32_t length;
-};
-
 struct kvdev_index_stat {
     uint32_t slot_count;
     uint32_t live_count;
@@ -58,42 +28,35 @@ struct kvdev_index_stat {
     uint32_t pinned_count;       /* live, and never evicted */
     uint32_t duplicate_count;    /* entries dropped at load because a younger one has the key */
     uint64_t evicted_count;
+    uint64_t expired_count;      /* pages that went by their age */
     uint64_t next_generation;
     uint64_t memory_bytes;       /* besides the table image */
 };
 
 #define KVDEV_SLOT_NONE 0xffffffff
+#define KVDEV_POLICY_LRU 0      /* numbers of the record on media */
+#define KVDEV_POLICY_FIFO 1
+#define KVDEV_POLICY_NONE 2
+#define KVDEV_POLICY_LFU 3
+#define KVDEV_POLICY_S3FIFO 4
 #define KVDEV_OUTCOME_WRITTEN 0
 #define KVDEV_OUTCOME_FAILED 1
 #define KVDEV_OUTCOME_UNKNOWN 2
 
 struct kvdev_index;
 
-/* Structures on media. A check returns 0, or -EBADMSG (magic), -EPROTO (version), -EMSGSIZE (size),
- * -EILSEQ (checksum), -ESTALE (uuid); uuid NULL accepts any. */
-void kvdev_media_seal(uint8_t *block);
-int kvdev_media_check(const uint8_t *block, size_t limit, uint64_t magic, const uint8_t *uuid);
-/* Seal `count` blocks that follow one another. */
-void kvdev_media_seal_many(uint8_t *blocks, uint32_t block_bytes, uint32_t count);
+struct kvdev_index_config {
+    uint8_t uuid[16];
+    uint64_t next_generation;
+    uint32_t block_bytes;
+    uint32_t slot_count;
+    uint32_t pending_limit;
+    uint32_t policy;             /* KVDEV_POLICY_ */
+    uint32_t quota_pages;        /* what the policy is to expect */
+    uint32_t has_ages;           /* 1: last use is the second in which a page was stored, and pages expire by it */
+};
 
-uint32_t kvdev_table_entries_per_block(uint32_t block_bytes);
-void kvdev_table_format(uint8_t *table, uint32_t block_bytes, uint32_t first_block, uint32_t block_count,
-                        uint32_t slot_count, const uint8_t *uuid);
-/* Check every block; a bad one is formatted empty and its index stored in `bad` (the first `bad_max`). */
-uint32_t kvdev_table_check(uint8_t *table, uint32_t block_bytes, uint32_t block_count, uint32_t slot_count,
-                           const uint8_t *uuid, uint32_t *bad, uint32_t bad_max);
-/* Blocks that moved: each valid one replaces the table's block of its index if its sequence is higher. */
-uint32_t kvdev_table_merge(uint8_t *table, uint32_t block_bytes, uint32_t block_count, uint32_t slot_count,
-                           const uint8_t *uuid, uint8_t *moved, uint32_t moved_count);
-/* Replay the records of one journal block: each counts where the table's block has not included it. */
-int kvdev_table_apply(uint8_t *table, uint32_t block_bytes, uint32_t slot_count, uint8_t *block_dirty,
-                      const struct kvdev_entry *records, uint32_t count, uint64_t first_sequence);
-
-uint64_t kvdev_entry_checksum(const uint8_t *uuid, const uint8_t *key, uint64_t generation,
-                              uint32_t length, uint32_t crc32c);
-
-int kvdev_index_create(uint8_t *table, uint32_t block_bytes, uint32_t slot_count, uint32_t pending_limit,
-                       const uint8_t *uuid, uint64_t next_generation, struct kvdev_index **ret);
+int kvdev_index_create(uint8_t *table, const struct kvdev_index_config *config, struct kvdev_index **ret);
 void kvdev_index_destroy(struct kvdev_index *index);
 /* Build everything from the table image. */
 int kvdev_index_load(struct kvdev_index *index);
@@ -103,14 +66,14 @@ void kvdev_index_counts(const struct kvdev_index *index, uint32_t *counts);
 void kvdev_index_stat(const struct kvdev_index *index, struct kvdev_index_stat *ret);
 
 /* Grants of the keys that are stored, KVDEV_SLOT_NONE for the others; returns how many are. Touched
- * keys become the latest used, the first of the batch the latest of all. */
+ * keys count as used, the first of the batch as the latest of all. */
 uint32_t kvdev_index_lookup(struct kvdev_index *index, const uint8_t *keys, uint32_t count, int touch,
                             struct kvdev_grant *grants);
+/* Whether keys are stored, and how many from the first on, by 64 bits of a hash and its place: for a key that
+ * is not, the answer is yes once in 2^60 times. What reads or changes pages compares whole keys. */
 uint32_t kvdev_index_contains(const struct kvdev_index *index, const uint8_t *keys, uint32_t count,
                               uint8_t *found);
 uint32_t kvdev_index_prefix(const struct kvdev_index *index, const uint8_t *keys, uint32_t count);
-/* Position of the first key that repeats an earlier one, or count. `scratch`: room for 4 * count words. */
-uint32_t kvdev_index_find_duplicate(const uint8_t *keys, uint32_t count, uint32_t *scratch);
 /* All or nothing: -ENOSPC when fewer slots are free. */
 int kvdev_index_reserve(struct kvdev_index *index, uint32_t count, uint32_t length,
                         struct kvdev_grant *grants);
@@ -128,7 +91,22 @@ void kvdev_index_confirm(const struct kvdev_index *index, const struct kvdev_gra
  * media's; what replaces a pinned page is pinned. done[i] 1: stored. Returns how many are. */
 uint32_t kvdev_index_pin(struct kvdev_index *index, const uint8_t *keys, uint32_t count, int is_pinned,
                          uint8_t *done);
-int kvdev_index_evict(struct kvdev_index *index, uint32_t count, uint32_t *evicted);
+/* Remove up to `count` pages by the policy, none of those whose keys are to be kept. */
+int kvdev_index_evict(struct kvdev_index *index, uint32_t count, const uint8_t *kept_keys, uint32_t kept_count,
+                      uint32_t *evicted);
+/* With ages: the second it is now, which pages stored from here on get. */
+void kvdev_index_set_clock(struct kvdev_index *index, uint32_t clock);
+/* Remove up to `max` pages stored before `clock`, pinned or not, as far as there is room for their records; who
+ * is not the owner forgets them, without records. Returns how many; `oldest` is the second of the oldest one left,
+ * UINT32_MAX when there is none. */
+uint32_t kvdev_index_expire(struct kvdev_index *index, uint32_t clock, uint32_t max, int is_owner,
+                            uint32_t *oldest);
+/* Hand out slots below `slot_limit` only; those behind stay unused when they become free. */
+void kvdev_index_limit_slots(struct kvdev_index *index, uint32_t slot_limit);
+/* Pages that were copied to reserved slots: the new entries take the old ones' place in everything. done[i] 0:
+ * the old one is not there any more, the slot was given back. -ENOBUFS: commit first. */
+int kvdev_index_move(struct kvdev_index *index, const struct kvdev_grant *from, const struct kvdev_grant *to,
+                     uint32_t count, uint8_t *done);
 /* 1 where key, generation and bytes match the grant's checksum and its length is `length`; how many do. */
 uint32_t kvdev_index_verify(const struct kvdev_index *index, const uint8_t *keys,
                             const struct kvdev_grant *grants, const uint32_t *crc32c, uint32_t length,
@@ -158,18 +136,6 @@ uint32_t kvdev_index_dirty_blocks(const struct kvdev_index *index, uint32_t *blo
 void kvdev_index_seal(struct kvdev_index *index, const uint32_t *blocks, uint32_t count,
                       uint64_t sequence, uint64_t epoch);
 void kvdev_index_clear_dirty(struct kvdev_index *index, const uint32_t *blocks, uint32_t count);
-
-/* Bytes between scattered places: copies `size_bytes` for each pair of addresses. */
-void kvdev_copy_many(const uint64_t *to, const uint64_t *from, uint32_t size_bytes, uint32_t count);
-void kvdev_crc32c_many(const uint64_t *from, uint64_t size_bytes, uint32_t count, uint32_t *crc32c);
 /* cdef end */
-
-_Static_assert(sizeof(struct kvdev_media_header) == 64, "a media header is 64 bytes");
-_Static_assert(offsetof(struct kvdev_media_header, crc32c) == 16, "the checksum stands at byte 16");
-_Static_assert(offsetof(struct kvdev_media_header, sequence) == 40, "the sequence stands at byte 40");
-_Static_assert(sizeof(struct kvdev_entry) == 64, "an entry is 64 bytes");
-_Static_assert(offsetof(struct kvdev_entry, slot_index) == 60, "the slot index ends an entry");
-_Static_assert(sizeof(struct kvdev_grant) == 24, "a grant is 24 bytes");
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "media structures are used in place");
 
 #endif

@@ -7,6 +7,7 @@ Threads: one caller at a time per index. The table image stays the caller's and 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -49,7 +50,7 @@ ENTRY_DTYPE = np.dtype(
         ("last_use", "<u4"),
         ("state", "u1"),
         ("algorithm", "u1"),
-        ("reserved", "<u2"),
+        ("use", "<u2"),
         ("slot_index", "<u4"),
     ]
 )
@@ -62,6 +63,20 @@ OUTCOME_WRITTEN = 0
 OUTCOME_FAILED = 1
 OUTCOME_UNKNOWN = 2
 
+POLICY_NUMBERS = {
+    "lru": int(lib.KVDEV_POLICY_LRU),
+    "fifo": int(lib.KVDEV_POLICY_FIFO),
+    "none": int(lib.KVDEV_POLICY_NONE),
+    "lfu": int(lib.KVDEV_POLICY_LFU),
+    "s3fifo": int(lib.KVDEV_POLICY_S3FIFO),
+}
+"""Eviction policies by name, with their number in a KV namespace's record."""
+
+CLOCK_NEVER = 0xFFFFFFFF
+"""The second at which the oldest page was stored, where there is none."""
+
+TABLE_ALIGNMENT_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
 PROBE_THREADS_MAX = 4
 """Threads that share a large batch of look-ups: a few saturate what memory gives at random."""
 PROBE_SHARE_MIN = 8192
@@ -94,6 +109,7 @@ class IndexStat:
     pinned_count: int
     duplicate_count: int
     evicted_count: int
+    expired_count: int
     next_generation: int
     memory_bytes: int
 
@@ -196,6 +212,20 @@ class Table:
         return np.ascontiguousarray(body).view(ENTRY_DTYPE).reshape(-1)[: self.slot_count]
 
 
+def table_buffer(size_bytes: int) -> Uint8Array:
+    """Zeroed bytes for a table image, large ones on huge pages where the kernel has them: it is read at random."""
+    if size_bytes < HUGE_PAGE_BYTES:
+        small = np.zeros(size_bytes + TABLE_ALIGNMENT_BYTES, dtype=np.uint8)
+        start = -int(small.ctypes.data) % TABLE_ALIGNMENT_BYTES
+        return small[start : start + size_bytes]
+    memory = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES)
+    raw: Uint8Array = np.frombuffer(memory, dtype=np.uint8)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -int(raw.ctypes.data) % HUGE_PAGE_BYTES
+    return raw[start : start + size_bytes]
+
+
 def table_block_count(block_bytes: int, slot_count: int) -> int:
     return -(-slot_count // entries_per_block(block_bytes))
 
@@ -209,20 +239,39 @@ def format_table(
 
 
 class PageIndex:
-    """Key to slot, free slots, least recent use and the records due; over a table image."""
+    """Key to slot, free slots, the order in which pages go and the records due; over a table image."""
 
-    def __init__(self, table: Table, *, pending_limit: int, next_generation: int) -> None:
-        """An index with nothing in it; ``replay`` and ``load`` build it from the image."""
-        out = ffi.new("struct kvdev_index **")
-        code = lib.kvdev_index_create(
-            _keys(table.image),
-            table.block_bytes,
-            table.slot_count,
-            pending_limit,
-            table.uuid,
-            next_generation,
-            out,
+    def __init__(
+        self,
+        table: Table,
+        *,
+        pending_limit: int,
+        next_generation: int,
+        eviction_policy: str = "lru",
+        quota_pages: int | None = None,
+        has_ages: bool = False,
+    ) -> None:
+        """An index with nothing in it; ``replay`` and ``load`` build it from the image.
+
+        Args:
+            quota_pages: how many pages the policy is to expect; the slots when not given.
+            has_ages: an entry's last use is the second in which it was stored, and ``expire`` goes by it.
+        """
+        config = ffi.new(
+            "struct kvdev_index_config *",
+            {
+                "uuid": list(table.uuid),
+                "next_generation": next_generation,
+                "block_bytes": table.block_bytes,
+                "slot_count": table.slot_count,
+                "pending_limit": pending_limit,
+                "policy": POLICY_NUMBERS[eviction_policy],
+                "quota_pages": table.slot_count if quota_pages is None else quota_pages,
+                "has_ages": int(has_ages),
+            },
         )
+        out = ffi.new("struct kvdev_index **")
+        code = lib.kvdev_index_create(_keys(table.image), config, out)
         if code:
             raise CapacityError(f"page index of {table.slot_count} slots: {os.strerror(-code)}")
         self.table = table
@@ -280,7 +329,10 @@ class PageIndex:
         return grants, int(count)
 
     def contains(self, keys: Uint8Array) -> npt.NDArray[np.bool_]:
-        """Which keys are stored; large batches are shared among threads, as nothing changes meanwhile."""
+        """Which keys are stored; large batches are shared among threads, as nothing changes meanwhile.
+
+        By 64 bits of a keyed hash and its place: one key in 2^60 that is not stored passes for stored.
+        """
         found = np.empty(len(keys), dtype=np.bool_)
 
         def probe(part: slice) -> None:
@@ -371,11 +423,41 @@ class PageIndex:
         lib.kvdev_index_pin(self._handle, _keys(keys), len(keys), int(is_pinned), _pointer(done, "uint8_t[]"))
         return done
 
-    def evict(self, count: int) -> int:
-        """Remove up to ``count`` entries, the least recently used first; returns how many."""
+    def evict(self, count: int, kept_keys: Uint8Array | None = None) -> int:
+        """Remove up to ``count`` pages by the policy, none of those kept; returns how many."""
         evicted = ffi.new("uint32_t *")
-        self._check_room(lib.kvdev_index_evict(self._handle, count, evicted))
+        kept = ffi.NULL if kept_keys is None else _keys(kept_keys)
+        kept_count = 0 if kept_keys is None else len(kept_keys)
+        self._check_room(lib.kvdev_index_evict(self._handle, count, kept, kept_count, evicted))
         return int(evicted[0])
+
+    def set_clock(self, second: int) -> None:
+        """With ages: the second it is now."""
+        lib.kvdev_index_set_clock(self._handle, second)
+
+    def expire(self, second: int, count: int, *, is_owner: bool = True) -> tuple[int, int]:
+        """Remove up to ``count`` pages stored before ``second``, as far as there is room for their records.
+
+        Returns how many, and when the oldest one left was stored: CLOCK_NEVER when there is none. Who is not
+        the owner forgets them, without records.
+        """
+        oldest = ffi.new("uint32_t *")
+        expired = int(lib.kvdev_index_expire(self._handle, second, count, int(is_owner), oldest))
+        return expired, int(oldest[0])
+
+    def limit_slots(self, slot_limit: int) -> None:
+        """Hand out slots below ``slot_limit`` only."""
+        lib.kvdev_index_limit_slots(self._handle, slot_limit)
+
+    def move(self, source: GrantArray, target: GrantArray) -> npt.NDArray[np.bool_]:
+        """Let pages that were copied to reserved slots be found there; False where the page is gone."""
+        done = np.empty(len(source), dtype=np.bool_)
+        self._check_room(
+            lib.kvdev_index_move(
+                self._handle, _grants(source), _grants(target), len(source), _pointer(done, "uint8_t[]")
+            )
+        )
+        return done
 
     def verify(
         self, keys: Uint8Array, grants: GrantArray, crc32c: Uint32Array, *, length: int
@@ -451,7 +533,7 @@ class PageIndex:
 def find_duplicate(keys: Uint8Array) -> int | None:
     """Position of the first key that repeats an earlier one of the batch."""
     scratch = np.empty(max(4 * len(keys), 1), dtype=np.uint32)
-    place = int(lib.kvdev_index_find_duplicate(_keys(keys), len(keys), _pointer(scratch, "uint32_t[]")))
+    place = int(lib.kvdev_keys_find_duplicate(_keys(keys), len(keys), _pointer(scratch, "uint32_t[]")))
     return None if place == len(keys) else place
 
 

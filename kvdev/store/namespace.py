@@ -40,7 +40,9 @@ from kvdev.native.index import (
     Table,
     Uint8Array,
     Uint32Array,
+    table_buffer,
 )
+from kvdev.native.io import OPCODE_READ
 from kvdev.store.claim import leave, wait_fenced
 from kvdev.store.directory import Directory
 from kvdev.store.fence import Fence, is_conflict
@@ -177,7 +179,7 @@ class KvNamespace:
                 f"{self.eviction_policy}; use a newer kvdev",
                 feature="eviction policy",
             )
-        self._counts_uses = self.eviction_policy == "lru"
+        self._counts_uses = self.eviction_policy in ("lru", "lfu", "s3fifo")
         self.page_size_bytes = record.page_size_bytes
         self.geometry = read_geometry(self._io, record, what=self.what, deadline=deadline)
         if self.geometry.page_size_bytes != record.page_size_bytes:
@@ -187,9 +189,8 @@ class KvNamespace:
             )
         self.page_io = page_io_of(self._io, record)
         block_bytes = self._io.block_size_bytes
-        blocks = self._io.read(
-            record.table_slba, record.table_block_count + record.spare_block_count, deadline
-        )
+        blocks = table_buffer((record.table_block_count + record.spare_block_count) * block_bytes)
+        self._io.transfer(OPCODE_READ, record.table_slba, blocks, deadline)
         table_bytes = record.table_block_count * block_bytes
         self._image = blocks
         table = Table(
@@ -209,6 +210,9 @@ class KvNamespace:
             table,
             pending_limit=self._pending_limit,
             next_generation=(record.epoch + 1) << GENERATION_EPOCH_SHIFT,
+            # Of a policy that this version does not know only readers get here, who evict nothing.
+            eviction_policy=self.eviction_policy if self.eviction_policy in EVICTION_POLICIES else "none",
+            quota_pages=record.quota_pages,
         )
         ring = self._journal.read(deadline)
         report = self._journal.replay(
@@ -460,14 +464,14 @@ class KvNamespace:
             _, replaced = self._index.lookup(keys, touch=True)
             excess = live_count + reserved_count + count - replaced - self.quota_pages
             if excess > 0:
-                self._evict(excess)
+                self._evict(excess, keys)
             grants = self._index.reserve(count, self.page_size_bytes)
             if grants is None:
                 self._commit(deadline)
                 grants = self._index.reserve(count, self.page_size_bytes)
             if grants is None:
                 # Replaced pages keep their slots until the new ones are stored: make room for both.
-                self._evict(count - self._index.counts()[2])
+                self._evict(count - self._index.counts()[2], keys)
                 self._commit(deadline)
                 grants = self._index.reserve(count, self.page_size_bytes)
             if grants is None:
@@ -478,13 +482,13 @@ class KvNamespace:
                 )
             return grants
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int, kept_keys: KeyArray) -> None:
         if self.eviction_policy == "none":
             raise CapacityError(
                 f"{self.what}: is full: its quota is {self.quota_pages} pages and its eviction policy none; "
                 f"delete pages first"
             )
-        if self._index.evict(count) == count:
+        if self._index.evict(count, kept_keys) == count:
             return
         pinned_count = self._index.stat().pinned_count
         if pinned_count:  # else the slots are reserved, and the caller finds none free

@@ -98,8 +98,9 @@ def parse_superblock(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Supe
     )
 
 
-EVICTION_POLICIES = ("lru", "fifo", "none")
-"""By their number in the record: the least recently used page goes, the one put first, or none and puts fail."""
+EVICTION_POLICIES = ("lru", "fifo", "none", "lfu", "s3fifo")
+"""By their number in the record: the least recently used page goes, the one put first, none and puts fail, the least
+often used with counts that fade, or as S3-FIFO says."""
 
 RECORD_FREE = 0
 RECORD_LIVE = 1

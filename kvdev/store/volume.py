@@ -265,7 +265,8 @@ class Volume:
 
         Args:
             eviction_policy: what goes at the quota: ``lru`` the page unused longest, ``fifo`` the one put
-                first, ``none`` nothing, so that puts fail with CapacityError.
+                first, ``lfu`` the one used least often, ``s3fifo`` what was put and not used again, ``none``
+                nothing, so that puts fail with CapacityError.
         """
         check_name("namespace name", name)
         if eviction_policy not in EVICTION_POLICIES:

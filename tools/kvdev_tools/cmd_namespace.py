@@ -29,10 +29,11 @@ def namespace() -> None:
 @click.option("--quota-pages", type=click.IntRange(1), help="The same as a number of pages.")
 @click.option(
     "--eviction",
-    type=click.Choice(["lru", "fifo", "none"]),
+    type=click.Choice(["lru", "lfu", "s3fifo", "fifo", "none"]),
     default="lru",
     show_default=True,
-    help="What goes at the quota: the page unused longest, the one put first, or none: puts fail.",
+    help="What goes at the quota: the page unused longest, the one used least often (older uses count less), what was "
+    "put and not used again (S3-FIFO), the one put first, or none: puts fail.",
 )
 @click.option("--tokens-per-page", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--revision", default="", help="Revision of the model's weights.")

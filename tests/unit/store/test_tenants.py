@@ -47,7 +47,10 @@ def tenant(lab: Any, policy: str, quota_pages: int = 4) -> PageStore:
     return store
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("lru", [0, 3, 4, 5]), ("fifo", [2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("lru", [0, 3, 4, 5]), ("fifo", [2, 3, 4, 5]), ("lfu", [0, 3, 4, 5]), ("s3fifo", [0, 3, 4, 5])],
+)
 def test_page_at_the_quota_goes_by_the_policy(lab: Any, policy: str, expected: list[int]) -> None:
     store = tenant(lab, policy)
     for number in range(4):
@@ -91,7 +94,9 @@ def test_none_when_full_refuses_puts_and_keeps_every_page(lab: Any) -> None:
 
 
 def test_policy_when_unknown_is_refused(lab: Any) -> None:
-    with pytest.raises(UsageError, match="eviction_policy: expected one of lru, fifo, none, got 'mru'"):
+    with pytest.raises(
+        UsageError, match="eviction_policy: expected one of lru, fifo, none, lfu, s3fifo, got 'mru'"
+    ):
         lab.volume.create_namespace("x", GEOMETRY, quota_pages=4, eviction_policy="mru", deadline=soon())
     record = lab.volume.namespace("kv", deadline=soon()).record
     for step in (1, 2):
