@@ -27,6 +27,7 @@ from kvdev.initiator.subsystem import Subsystem
 from kvdev.initiator.supervisor import Supervisor
 from kvdev.native.admin import AdminThread
 from kvdev.native.file import REGION_COUNT_MAX, FileEngine, Region
+from kvdev.native.poller import BackgroundPoller
 from kvdev.native.queue import HostQueue
 from kvdev.staging import Arena
 from kvdev.uri import (
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
 Scans: TypeAlias = dict[Subsystem, list[NamespaceInfo]]
 
 log = logging.getLogger("kvdev.session")
+
+POLLER_GRACE_S = 0.5
+"""What is in flight when a session closes may take so long; the rest of its time is for the controllers."""
 drill_log = logging.getLogger("kvdev.drill")
 """Apart, so that the command line shows it whether or not it shows the library's log."""
 
@@ -63,6 +67,10 @@ OPEN_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 QUEUE_CAPACITY_COUNT = 16384
 """Commands outstanding over all NVMe/TCP devices of a session: 2 GiB in strips of 128 KiB."""
+
+
+def _grace(limit: Deadline) -> Deadline:
+    return Deadline.after(min(POLLER_GRACE_S, limit.remaining_s()))
 
 
 class Session:
@@ -123,6 +131,16 @@ class Session:
         if self._queue is None:
             self._queue = self._make_queue()
         return self._queue
+
+    def start_poller(self, *, core: int | None = None, ring_count: int = 4096) -> BackgroundPoller:
+        """Have a thread of the C core drive the queue from now on; closed with the session.
+
+        Devices are used through its channels then (``ChannelDevice``), by any number of threads. For a thread on each
+        of several cores, each with its own connections, make a session for each core.
+        """
+        poller = BackgroundPoller(self.queue, core=core, ring_count=ring_count)
+        self._closers.append(("background poller", lambda limit: poller.close(deadline=_grace(limit))))
+        return poller
 
     def _make_queue(self) -> HostQueue:
         return HostQueue(

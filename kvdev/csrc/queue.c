@@ -4,8 +4,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#define SPIN_MAX_BYTES (256u << 10)      /* with more in flight, sleeping loses nothing and lets data gather */
-#define PAUSES_MIN 8u
 #define PAUSES_MAX 128u                  /* a few microseconds */
 
 /* ---- dispatch ---- */
@@ -87,25 +85,8 @@ static int submit(struct kvdev_queue *q, const struct kvdev_io *ios, size_t n)
     if (n > q->free_count)
         return -EAGAIN;
     uint64_t now = now_ns();
-    for (size_t i = 0; i < n; i++) {
-        uint32_t index = node_take(q);
-        struct node *node = &q->nodes[index];
-        node->io = ios[i];
-        node->submit_ns = now;
-        node->deadline_ns = 0;
-        node->passthrough = 0;
-        node->is_uncertain = node->losses = node->retries = 0;
-        node->generation = q->devices[node->io.device_index].generation;
-        if (node->io.group_addr) {
-            struct kvdev_io_group *group = (struct kvdev_io_group *)(uintptr_t)node->io.group_addr;
-            if (!group->submit_ns)
-                group->submit_ns = now;
-        }
-        list_push(q, &q->devices[node->io.device_index].pending[node->io.priority], index);
-        device_activate(q, node->io.device_index, node->io.priority);
-    }
-    q->stats.submitted += n;
-    q->stats.pending_count += (uint32_t)n;
+    for (size_t i = 0; i < n; i++)
+        node_accept(q, &ios[i], now);
     return 0;
 }
 
@@ -131,18 +112,7 @@ static size_t deliver(struct kvdev_queue *q, struct kvdev_io_done *done, size_t 
     size_t count = 0;
     while (count < max && q->done.head != NODE_NONE) {
         uint32_t index = list_pop(q, &q->done);
-        const struct node *node = &q->nodes[index];
-        done[count++] = (struct kvdev_io_done){
-            .tag = node->io.tag,
-            .submit_ns = node->submit_ns,
-            .send_ns = node->send_ns,
-            .complete_ns = node->complete_ns,
-            .error = node->error,
-            .status = node->status,
-            .qpair_index = node->qpair_index,
-            .device_index = node->io.device_index,
-            .result = node->result,
-        };
+        done[count++] = node_report(&q->nodes[index]);
         node_give(q, index);
     }
     q->stats.done_count -= (uint32_t)count;
@@ -174,7 +144,7 @@ static int turn_driven(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadl
 }
 
 /* One turn over queue pairs and devices; 1 if anything moved. */
-static int turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
+int queue_turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
 {
     int has_moved = 0;
     *next_deadline_ns = UINT64_MAX;
@@ -212,7 +182,7 @@ static int turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
 }
 
 /* Sleeps until a socket or a device has something, or until_ns. 1 when a signal came. */
-static int sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
+int queue_sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
 {
     struct pollfd fds[KVDEV_QUEUE_QPAIRS_MAX + KVDEV_QUEUE_DEVICES_MAX * KVDEV_QUEUE_DRIVER_FDS_MAX + 1];
     nfds_t n = 0;
@@ -248,7 +218,7 @@ static int sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns)
     return count < 0 && errno == EINTR;
 }
 
-static uint64_t in_flight_bytes(const struct kvdev_queue *q)
+uint64_t queue_in_flight_bytes(const struct kvdev_queue *q)
 {
     uint64_t sum = 0;
     for (uint32_t i = 0; i < q->path_count; i++)
@@ -259,7 +229,7 @@ static uint64_t in_flight_bytes(const struct kvdev_queue *q)
 
 /* Waits a moment without a system call, twice as long as the last time: a socket asked all the time is locked
  * whenever the kernel wants to put data into it. */
-static void relax(uint32_t *pauses)
+void queue_relax(uint32_t *pauses)
 {
     for (uint32_t i = 0; i < *pauses; i++) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -274,13 +244,6 @@ static void relax(uint32_t *pauses)
         *pauses *= 2;
 }
 
-/* Lets intruders in. What they do is short and bounded. */
-static void step_aside(struct kvdev_queue *q)
-{
-    while (atomic_load(&q->intruders))
-        pthread_cond_wait(&q->calm, &q->lock);
-}
-
 /* Works until `want` completions wait to be handed back, *is_done is set, or the time is over. */
 void queue_work(struct kvdev_queue *q, size_t want, const int *is_done, uint64_t timeout_ns)
 {
@@ -291,8 +254,8 @@ void queue_work(struct kvdev_queue *q, size_t want, const int *is_done, uint64_t
     for (;;) {
         uint64_t next = UINT64_MAX;
         if (atomic_load_explicit(&q->intruders, memory_order_relaxed))
-            step_aside(q);
-        int has_moved = turn(q, now, &next);
+            queue_step_aside(q, 0);
+        int has_moved = queue_turn(q, now, &next);
         if (is_done ? *is_done : q->stats.done_count >= want)
             return;
         if (!outstanding_below(q))
@@ -305,12 +268,12 @@ void queue_work(struct kvdev_queue *q, size_t want, const int *is_done, uint64_t
             pauses = PAUSES_MIN;
             continue;
         }
-        if (now - moved_ns < q->options.spin_ns && in_flight_bytes(q) <= SPIN_MAX_BYTES) {
-            relax(&pauses);
+        if (now - moved_ns < q->options.spin_ns && queue_in_flight_bytes(q) <= SPIN_MAX_BYTES) {
+            queue_relax(&pauses);
             now = now_ns();
             continue;
         }
-        if (sleep_until(q, now, deadline < next ? deadline : next) && !is_done)
+        if (queue_sleep_until(q, now, deadline < next ? deadline : next) && !is_done)
             return;
         now = now_ns();
     }

@@ -1,7 +1,7 @@
 /* How a command goes to a device with a driver of its own (queue_device.h). */
 #include "queue_int.h"
 
-void queue_on_driver_done(void *owner, uint64_t cookie, int error, uint16_t status, uint64_t send_ns, uint64_t at_ns)
+static void on_driver_done(void *owner, uint64_t cookie, int error, uint16_t status, uint64_t send_ns, uint64_t at_ns)
 {
     struct kvdev_queue *q = owner;
     uint32_t index = (uint32_t)cookie;
@@ -40,9 +40,9 @@ const struct device_ops queue_driven_ops = { driven_check, driven_start, driven_
 
 int kvdev_queue_device_add(struct kvdev_queue *q, const struct kvdev_queue_driver *driver, void *object, uint32_t *ret)
 {
-    if (queue_enter(q))
+    if (queue_visit(q))
         return -EBUSY;
-    int error = driver->attach(object, queue_on_driver_done, q);
+    int error = driver->attach(object, on_driver_done, q);
     if (!error) {
         uint32_t index = queue_device_take(q, &queue_driven_ops);
         if (index < KVDEV_QUEUE_DEVICES_MAX) {
@@ -55,13 +55,13 @@ int kvdev_queue_device_add(struct kvdev_queue *q, const struct kvdev_queue_drive
             error = -ENOSPC;
         }
     }
-    queue_leave(q);
+    queue_visit_end(q);
     return error;
 }
 
 static int driver_swap(struct kvdev_queue *q, struct device *device, void *object)
 {
-    int error = device->driver->attach(object, queue_on_driver_done, q);
+    int error = device->driver->attach(object, on_driver_done, q);
     if (error)
         return error;
     device->driver->detach(device->object);
@@ -73,11 +73,11 @@ int kvdev_queue_device_replace(struct kvdev_queue *q, uint32_t device_index, voi
 {
     if (device_index >= KVDEV_QUEUE_DEVICES_MAX || q->devices[device_index].ops != &queue_driven_ops)
         return -EINVAL;
-    if (queue_enter(q))
+    if (queue_visit(q))
         return -EBUSY;
     struct device *device = &q->devices[device_index];
     int error = driver_swap(q, device, object);
-    queue_leave(q);
+    queue_visit_end(q);
     return error;
 }
 

@@ -150,6 +150,10 @@ struct kvdev_queue {
     pthread_mutex_t lock;         /* held by the data path while it is inside, sleep included; intruders wake it */
     pthread_cond_t calm;
     atomic_uint intruders;
+    atomic_int is_polled;         /* a background poller's thread is on the data path, for good */
+    atomic_uint guests;           /* threads that want the data path of such a queue for one command */
+    pthread_mutex_t guest_lock;   /* held by the one that has it */
+    int is_guest_inside;
     int wake_fd;
     int notice_fd;
     int is_abandoning;
@@ -271,7 +275,50 @@ static inline uint32_t outstanding_below(const struct kvdev_queue *q)
     return q->stats.pending_count + q->stats.in_flight_count;
 }
 
-/* ---- one thread at a time ---- */
+/* A pending command in the place of a free node, of which there is one. */
+static inline uint32_t node_accept(struct kvdev_queue *q, const struct kvdev_io *io, uint64_t now)
+{
+    uint32_t index = node_take(q);
+    struct node *node = &q->nodes[index];
+    node->io = *io;
+    node->submit_ns = now;
+    node->deadline_ns = 0;
+    node->passthrough = 0;
+    node->is_uncertain = node->losses = node->retries = 0;
+    node->generation = q->devices[io->device_index].generation;
+    if (io->group_addr) {
+        struct kvdev_io_group *group = (struct kvdev_io_group *)(uintptr_t)io->group_addr;
+        if (!group->submit_ns)
+            group->submit_ns = now;
+    }
+    list_push(q, &q->devices[io->device_index].pending[io->priority], index);
+    device_activate(q, io->device_index, io->priority);
+    q->stats.submitted++;
+    q->stats.pending_count++;
+    return index;
+}
+
+/* What the caller hears of a command that is done. */
+static inline struct kvdev_io_done node_report(const struct node *node)
+{
+    return (struct kvdev_io_done){
+        .tag = node->io.tag,
+        .submit_ns = node->submit_ns,
+        .send_ns = node->send_ns,
+        .complete_ns = node->complete_ns,
+        .error = node->error,
+        .status = node->status,
+        .qpair_index = node->qpair_index,
+        .device_index = node->io.device_index,
+        .result = node->result,
+    };
+}
+
+/* ---- one thread at a time ----
+ *
+ * The data path is one thread's: a caller's from queue_enter to queue_leave, or a background poller's. Others come in
+ * between (queue_intrude) for a moment, or as guests (queue_visit) of a background poller for one command, whose waits
+ * they then do themselves. */
 
 static inline int queue_enter(struct kvdev_queue *q)
 {
@@ -287,11 +334,28 @@ static inline void queue_leave(struct kvdev_queue *q)
     atomic_flag_clear_explicit(&q->busy, memory_order_release);
 }
 
+/* Whether a background poller has to stand aside. */
+static inline int queue_is_wanted(struct kvdev_queue *q)
+{
+    return atomic_load_explicit(&q->intruders, memory_order_relaxed) ||
+           atomic_load_explicit(&q->guests, memory_order_relaxed);
+}
+
 /* ---- queue.c ---- */
+
+#define SPIN_MAX_BYTES (256u << 10)      /* with more in flight, sleeping loses nothing and lets data gather */
+#define PAUSES_MIN 8u
 
 uint32_t queue_io_refusal(const struct kvdev_queue *q, const struct kvdev_io *io);
 /* Works until `want` completions wait to be handed back, *is_done is set, or the time is over. */
 void queue_work(struct kvdev_queue *q, size_t want, const int *is_done, uint64_t timeout_ns);
+/* One turn over queue pairs and devices; 1 if anything moved. */
+int queue_turn(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns);
+/* Sleeps until a socket or a device has something, somebody wakes the queue, or until_ns. 1 when a signal came. */
+int queue_sleep_until(struct kvdev_queue *q, uint64_t now, uint64_t until_ns);
+uint64_t queue_in_flight_bytes(const struct kvdev_queue *q);
+/* Waits a moment without a system call, longer each time. */
+void queue_relax(uint32_t *pauses);
 
 /* ---- queue_complete.c ---- */
 
@@ -338,6 +402,18 @@ void queue_controller_check(struct kvdev_queue *q, const struct path *path);
 
 /* ---- queue_table.c ---- */
 
+/* Another thread wants to change the tables: makes the data path step aside, asleep or not, until queue_retire. */
+void queue_intrude(struct kvdev_queue *q);
+void queue_retire(struct kvdev_queue *q);
+/* Lets intruders in, and guests of a background poller. */
+void queue_step_aside(struct kvdev_queue *q, int has_guests);
+/* As queue_enter, also where a background poller drives the queue. */
+int queue_visit(struct kvdev_queue *q);
+void queue_visit_end(struct kvdev_queue *q);
+/* Ends a sleep of the data path, now or the next one. */
+void queue_wake(struct kvdev_queue *q);
+/* kvdev_queue_abandon, for the thread on the data path. */
+void queue_give_up(struct kvdev_queue *q);
 /* Index of a free entry, with nothing pending; KVDEV_QUEUE_DEVICES_MAX when the table is full. */
 uint32_t queue_device_take(struct kvdev_queue *q, const struct device_ops *ops);
 void queue_device_cancel(struct kvdev_queue *q, struct device *device, int error);

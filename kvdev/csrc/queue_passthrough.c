@@ -97,7 +97,7 @@ int kvdev_queue_execute(struct kvdev_queue *q, uint32_t device_index, const uint
     int is_done = 0;
     int result = 0;
     struct passthrough *pass = NULL;
-    if (queue_enter(q))
+    if (queue_visit(q))
         return -EBUSY;
     uint64_t deadline = add_ns(now_ns(), timeout_ns);
     int error = passthrough_add(q, device_index, 0, sqe, data, len, direction, &pass, deadline);
@@ -114,7 +114,7 @@ int kvdev_queue_execute(struct kvdev_queue *q, uint32_t device_index, const uint
         /* -EIO is a verdict on the command, and that is in the CQE's status. */
         error = result == -EIO ? 0 : result;
     }
-    queue_leave(q);
+    queue_visit_end(q);
     return error;
 }
 
@@ -159,7 +159,7 @@ int kvdev_queue_compare_and_write(struct kvdev_queue *q, const struct kvdev_io *
 {
     uint32_t device_index = compare->device_index;
     int has_first = 0, has_second = 0;
-    if (queue_enter(q))
+    if (queue_visit(q))
         return -EBUSY;
     int error = -EINVAL;
     if (compare->opcode == OPC_COMPARE && write->opcode == OPC_WRITE && write->device_index == device_index &&
@@ -185,6 +185,6 @@ int kvdev_queue_compare_and_write(struct kvdev_queue *q, const struct kvdev_io *
             }
         }
     }
-    queue_leave(q);
+    queue_visit_end(q);
     return error;
 }

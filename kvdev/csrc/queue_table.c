@@ -41,8 +41,12 @@ int kvdev_queue_create(const struct kvdev_queue_options *options, struct kvdev_q
     q->delayed_due_ns = q->fail_due_ns = UINT64_MAX;
     q->notice_fd = -1;
     atomic_init(&q->intruders, 0);
+    atomic_init(&q->guests, 0);
+    atomic_init(&q->is_polled, 0);
     q->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     int error = q->wake_fd < 0 ? -errno : -pthread_mutex_init(&q->lock, NULL);
+    if (!error)
+        error = -pthread_mutex_init(&q->guest_lock, NULL);
     if (!error)
         error = -pthread_cond_init(&q->calm, NULL);
     if (error) {
@@ -56,7 +60,7 @@ int kvdev_queue_create(const struct kvdev_queue_options *options, struct kvdev_q
     return 0;
 }
 
-void queue_path_drop(struct kvdev_queue *q, uint32_t index)
+static void path_drop(struct kvdev_queue *q, uint32_t index)
 {
     struct path *path = &q->paths[index];
     if (path->qp->outstanding)
@@ -68,37 +72,81 @@ void queue_path_drop(struct kvdev_queue *q, uint32_t index)
 
 void kvdev_queue_destroy(struct kvdev_queue *q)
 {
-    if (!q)
+    /* One that a background poller drives is still in use; in a fork its thread is missing and its locks stay taken. */
+    if (!q || atomic_load(&q->is_polled))
         return;
     for (uint32_t i = 0; i < q->path_count; i++)
         if (q->paths[i].qp)
-            queue_path_drop(q, i);
+            path_drop(q, i);
     for (uint32_t i = 0; i < q->driven_count; i++) {
         const struct device *device = &q->devices[q->driven[i]];
         device->driver->detach(device->object);
     }
     close(q->wake_fd);
     pthread_cond_destroy(&q->calm);
+    pthread_mutex_destroy(&q->guest_lock);
     pthread_mutex_destroy(&q->lock);
     free(q->nodes);
     free(q);
 }
 
-/* Another thread wants to change the tables: makes the data path step aside, asleep or not. */
-static void intrude(struct kvdev_queue *q)
+void queue_wake(struct kvdev_queue *q)
 {
     uint64_t one = 1;
-    atomic_fetch_add(&q->intruders, 1);
     ssize_t n = write(q->wake_fd, &one, sizeof one);
     (void)n;
+}
+
+void queue_intrude(struct kvdev_queue *q)
+{
+    atomic_fetch_add(&q->intruders, 1);
+    queue_wake(q);
     pthread_mutex_lock(&q->lock);
 }
 
-static void retire(struct kvdev_queue *q)
+void queue_retire(struct kvdev_queue *q)
 {
     atomic_fetch_sub(&q->intruders, 1);
     pthread_cond_broadcast(&q->calm);
     pthread_mutex_unlock(&q->lock);
+}
+
+void queue_step_aside(struct kvdev_queue *q, int has_guests)
+{
+    while (atomic_load(&q->intruders) || (has_guests && atomic_load(&q->guests)))
+        pthread_cond_wait(&q->calm, &q->lock);
+}
+
+int queue_visit(struct kvdev_queue *q)
+{
+    if (!queue_enter(q))
+        return 0;
+    if (!atomic_load(&q->is_polled))
+        return -EBUSY;
+    pthread_mutex_lock(&q->guest_lock);
+    if (!atomic_load(&q->is_polled)) { /* it has ended meanwhile */
+        pthread_mutex_unlock(&q->guest_lock);
+        return queue_enter(q);
+    }
+    atomic_fetch_add(&q->guests, 1);
+    queue_intrude(q);
+    /* From here on it is the data path: the poller waits for guests, and intruders come in between as they do there. */
+    atomic_fetch_sub(&q->intruders, 1);
+    q->is_guest_inside = 1;
+    return 0;
+}
+
+void queue_visit_end(struct kvdev_queue *q)
+{
+    if (!q->is_guest_inside) {
+        queue_leave(q);
+        return;
+    }
+    q->is_guest_inside = 0;
+    atomic_fetch_sub(&q->guests, 1);
+    pthread_cond_broadcast(&q->calm);
+    pthread_mutex_unlock(&q->lock);
+    pthread_mutex_unlock(&q->guest_lock);
 }
 
 /* ---- the tables ---- */
@@ -115,7 +163,7 @@ static void path_take(struct kvdev_queue *q, uint32_t index, struct kvdev_qpair 
 
 int kvdev_queue_qpair_add(struct kvdev_queue *q, struct kvdev_qpair *qp, uint32_t *ret)
 {
-    if (queue_enter(q))
+    if (queue_visit(q))
         return -EBUSY;
     int error = -ENOSPC;
     for (uint32_t i = 0; i < KVDEV_QUEUE_QPAIRS_MAX; i++) {
@@ -127,18 +175,18 @@ int kvdev_queue_qpair_add(struct kvdev_queue *q, struct kvdev_qpair *qp, uint32_
         error = 0;
         break;
     }
-    queue_leave(q);
+    queue_visit_end(q);
     return error;
 }
 
 int kvdev_queue_qpair_remove(struct kvdev_queue *q, uint32_t qpair_index)
 {
-    if (queue_enter(q))
+    if (queue_visit(q))
         return -EBUSY;
     int error = -EINVAL;
     if (qpair_index < q->path_count && q->paths[qpair_index].qp) {
         kvdev_qpair_close(q->paths[qpair_index].qp);
-        queue_path_drop(q, qpair_index);
+        path_drop(q, qpair_index);
         /* No device may reach whatever gets this handle next. */
         for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++) {
             struct device *device = &q->devices[i];
@@ -150,7 +198,7 @@ int kvdev_queue_qpair_remove(struct kvdev_queue *q, uint32_t qpair_index)
         }
         error = 0;
     }
-    queue_leave(q);
+    queue_visit_end(q);
     return error;
 }
 
@@ -200,7 +248,7 @@ uint32_t queue_device_take(struct kvdev_queue *q, const struct device_ops *ops)
 
 int kvdev_queue_namespace_add(struct kvdev_queue *q, const struct kvdev_queue_namespace *ns, uint32_t *ret)
 {
-    if (queue_enter(q))
+    if (queue_visit(q))
         return -EBUSY;
     int error = namespace_is_valid(q, ns) ? 0 : -EINVAL;
     if (!error) {
@@ -216,7 +264,7 @@ int kvdev_queue_namespace_add(struct kvdev_queue *q, const struct kvdev_queue_na
             error = -ENOSPC;
         }
     }
-    queue_leave(q);
+    queue_visit_end(q);
     return error;
 }
 
@@ -234,7 +282,7 @@ int kvdev_queue_device_remove(struct kvdev_queue *q, uint32_t device_index)
 {
     if (device_index >= KVDEV_QUEUE_DEVICES_MAX || !q->devices[device_index].ops)
         return -EINVAL;
-    if (queue_enter(q))
+    if (queue_visit(q))
         return -EBUSY;
     queue_device_cancel(q, &q->devices[device_index], -ECANCELED);
     if (q->devices[device_index].driver)
@@ -242,7 +290,7 @@ int kvdev_queue_device_remove(struct kvdev_queue *q, uint32_t device_index)
     queue_delayed_cancel(q, device_index, -ECANCELED);
     q->devices[device_index].ops = NULL;
     q->devices[device_index].active_count = 0;
-    queue_leave(q);
+    queue_visit_end(q);
     return 0;
 }
 
@@ -254,10 +302,8 @@ int kvdev_queue_device_is_alive(const struct kvdev_queue *q, uint32_t device_ind
 }
 
 
-int kvdev_queue_abandon(struct kvdev_queue *q)
+void queue_give_up(struct kvdev_queue *q)
 {
-    if (queue_enter(q))
-        return -EBUSY;
     q->is_abandoning = 1;
     for (uint32_t i = 0; i < KVDEV_QUEUE_DEVICES_MAX; i++)
         if (q->devices[i].ops)
@@ -274,7 +320,14 @@ int kvdev_queue_abandon(struct kvdev_queue *q)
             device->driver->give_up(device->object, -ENOTCONN);
     }
     q->is_abandoning = 0;
-    queue_leave(q);
+}
+
+int kvdev_queue_abandon(struct kvdev_queue *q)
+{
+    if (queue_visit(q))
+        return -EBUSY;
+    queue_give_up(q);
+    queue_visit_end(q);
     return 0;
 }
 
@@ -295,7 +348,7 @@ static void devices_rebuild(struct kvdev_queue *q, uint32_t controller)
 int kvdev_queue_controller_add(struct kvdev_queue *q, uint32_t *ret)
 {
     int error = -ENOSPC;
-    intrude(q);
+    queue_intrude(q);
     for (uint32_t i = 0; i < KVDEV_QUEUE_CONTROLLERS_MAX && error; i++) {
         if (q->controllers[i].in_use)
             continue;
@@ -303,7 +356,7 @@ int kvdev_queue_controller_add(struct kvdev_queue *q, uint32_t *ret)
         *ret = i;
         error = 0;
     }
-    retire(q);
+    queue_retire(q);
     return error;
 }
 
@@ -325,7 +378,7 @@ int kvdev_queue_controller_up(struct kvdev_queue *q, uint32_t controller_index,
                               const struct kvdev_queue_association *association, struct kvdev_qpair *const *qpairs,
                               uint32_t *indexes)
 {
-    intrude(q);
+    queue_intrude(q);
     struct controller *controller = controller_at(q, controller_index);
     int error = !controller || controller->is_up || !association->qpair_count ? -EINVAL : 0;
     if (!error)
@@ -338,7 +391,7 @@ int kvdev_queue_controller_up(struct kvdev_queue *q, uint32_t controller_index,
         memcpy(controller->retry_delay_ns, association->retry_delay_ns, sizeof controller->retry_delay_ns);
         devices_rebuild(q, controller_index);
     }
-    retire(q);
+    queue_retire(q);
     return error;
 }
 
@@ -352,7 +405,7 @@ static void controller_take_down(struct kvdev_queue *q, uint32_t index, uint64_t
         if (!q->paths[i].qp || q->paths[i].controller != index)
             continue;
         kvdev_qpair_close(q->paths[i].qp);
-        queue_path_drop(q, i);
+        path_drop(q, i);
     }
     for (uint32_t i = q->delayed.head; i != NODE_NONE; i = q->nodes[i].next) {
         struct node *node = &q->nodes[i];
@@ -377,17 +430,17 @@ static void controller_take_down(struct kvdev_queue *q, uint32_t index, uint64_t
 
 int kvdev_queue_controller_down(struct kvdev_queue *q, uint32_t controller_index, uint64_t fence_ns)
 {
-    intrude(q);
+    queue_intrude(q);
     int error = controller_at(q, controller_index) ? 0 : -EINVAL;
     if (!error)
         controller_take_down(q, controller_index, fence_ns);
-    retire(q);
+    queue_retire(q);
     return error;
 }
 
 int kvdev_queue_controller_remove(struct kvdev_queue *q, uint32_t controller_index)
 {
-    intrude(q);
+    queue_intrude(q);
     int error = controller_at(q, controller_index) ? 0 : -EINVAL;
     if (!error) {
         controller_take_down(q, controller_index, UINT64_MAX);
@@ -402,7 +455,7 @@ int kvdev_queue_controller_remove(struct kvdev_queue *q, uint32_t controller_ind
         q->controllers[controller_index].in_use = 0;
         /* Held writes whose fence will never be known end when their device fails or is removed. */
     }
-    retire(q);
+    queue_retire(q);
     return error;
 }
 
@@ -410,7 +463,7 @@ int kvdev_queue_controller_read(struct kvdev_queue *q, uint32_t controller_index
                                 struct kvdev_queue_controller_info *ret)
 {
     memset(ret, 0, sizeof *ret);
-    intrude(q);
+    queue_intrude(q);
     const struct controller *controller = controller_at(q, controller_index);
     if (controller) {
         ret->fence_ns = controller->fence_ns;
@@ -420,7 +473,7 @@ int kvdev_queue_controller_read(struct kvdev_queue *q, uint32_t controller_index
         for (uint32_t i = q->delayed.head; i != NODE_NONE; i = q->nodes[i].next)
             ret->held_count += q->nodes[i].is_uncertain && q->nodes[i].controller == controller_index;
     }
-    retire(q);
+    queue_retire(q);
     return controller ? 0 : -EINVAL;
 }
 
@@ -431,7 +484,7 @@ int kvdev_queue_multipath_add(struct kvdev_queue *q, const struct kvdev_queue_na
                    recovery->retry_count <= 255;
     if (!is_valid)
         return -EINVAL;
-    intrude(q);
+    queue_intrude(q);
     uint32_t index = queue_device_take(q, &queue_namespace_ops);
     if (index < KVDEV_QUEUE_DEVICES_MAX) {
         struct device *device = &q->devices[index];
@@ -441,7 +494,7 @@ int kvdev_queue_multipath_add(struct kvdev_queue *q, const struct kvdev_queue_na
         queue_device_rebuild(q, device);
         *ret = index;
     }
-    retire(q);
+    queue_retire(q);
     return index < KVDEV_QUEUE_DEVICES_MAX ? 0 : -ENOSPC;
 }
 
@@ -453,7 +506,7 @@ static struct device *multipath_at(struct kvdev_queue *q, uint32_t index)
 
 int kvdev_queue_path_set(struct kvdev_queue *q, uint32_t device_index, uint32_t controller_index, uint32_t state)
 {
-    intrude(q);
+    queue_intrude(q);
     struct device *device = multipath_at(q, device_index);
     struct controller *controller = controller_at(q, controller_index);
     int error = device && controller && state <= KVDEV_PATH_UNUSABLE ? 0 : -EINVAL;
@@ -472,23 +525,23 @@ int kvdev_queue_path_set(struct kvdev_queue *q, uint32_t device_index, uint32_t 
         controller->has_ana_error = 0;
         queue_device_rebuild(q, device);
     }
-    retire(q);
+    queue_retire(q);
     return error;
 }
 
 int kvdev_queue_device_resize(struct kvdev_queue *q, uint32_t device_index, uint64_t block_count)
 {
-    intrude(q);
+    queue_intrude(q);
     struct device *device = multipath_at(q, device_index);
     if (device && block_count)
         device->ns.block_count = block_count;
-    retire(q);
+    queue_retire(q);
     return device && block_count ? 0 : -EINVAL;
 }
 
 int kvdev_queue_device_fail(struct kvdev_queue *q, uint32_t device_index, int error)
 {
-    intrude(q);
+    queue_intrude(q);
     struct device *device = multipath_at(q, device_index);
     if (device) {
         device->error = error;
@@ -497,15 +550,15 @@ int kvdev_queue_device_fail(struct kvdev_queue *q, uint32_t device_index, int er
             queue_delayed_cancel(q, device_index, error);
         }
     }
-    retire(q);
+    queue_retire(q);
     return device ? 0 : -EINVAL;
 }
 
 int kvdev_queue_notice_set(struct kvdev_queue *q, int fd)
 {
-    intrude(q);
+    queue_intrude(q);
     q->notice_fd = fd;
-    retire(q);
+    queue_retire(q);
     return 0;
 }
 

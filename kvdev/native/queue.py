@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -641,6 +641,12 @@ class QueueControllerInfo:
     fence_ns: int
 
 
+class QueuePoller(Protocol):
+    """A background poller as the queue that it drives knows it."""
+
+    def close(self) -> None: ...
+
+
 class HostQueue:
     """A caller-driven queue over NVMe/TCP queue pairs (``kvdev.block.IoQueue``).
 
@@ -695,6 +701,7 @@ class HostQueue:
         self._qpairs: dict[int, HostQpair] = {}
         self._attendants: dict[int, Callable[[], None]] = {}
         self._qpairs_of: dict[int, list[int]] = {}
+        self._poller: QueuePoller | None = None
         # Payload and SQE of passthrough commands: ours to keep alive until they complete.
         self._count_out = ffi.new("size_t *")
 
@@ -702,6 +709,11 @@ class HostQueue:
         if code == 0:
             return
         number = -code
+        if number == errno.EBUSY and self._poller is not None:
+            raise UsageError(
+                f"queue: {operation}: expected a queue that its caller drives, got one with a background poller; "
+                f"use one of the poller's channels"
+            )
         if number == errno.EBUSY:
             raise UsageError(f"queue: {operation}: expected one thread at a time, got a second one")
         if number == errno.EAGAIN:
@@ -782,7 +794,32 @@ class HostQueue:
     def attend(self, device_index: int, attendant: Callable[[], None]) -> None:
         """Have a device with a driver looked after: called during polls, before completions are returned,
         when its connection ended or the device changed. It must not wait and must not raise."""
+        if self._poller is not None:
+            raise self._unattended()
         self._attendants[device_index] = attendant
+
+    @staticmethod
+    def _unattended() -> UnsupportedError:
+        return UnsupportedError(
+            "queue: background poller: a vhost-user device needs a caller that polls and looks after it; give it a "
+            "queue, or a session, of its own",
+            feature="background poller of vhost-user devices",
+        )
+
+    def take_for_poller(self, poller: QueuePoller) -> Any:
+        """Used by a background poller that starts: it is closed before the queue is."""
+        raw = self._check_usable("background poller")
+        if self._attendants:
+            raise self._unattended()
+        if self._poller is not None:
+            raise UsageError("queue: expected none, got a background poller already; share its channels")
+        self._poller = poller
+        return raw
+
+    def leave_to_callers(self, poller: QueuePoller) -> None:
+        """Used by a background poller that has ended."""
+        if self._poller is poller:
+            self._poller = None
 
     def _look_after(self) -> None:
         if self._raw is not None and self._attendants and lib.kvdev_queue_attention(self._raw):
@@ -1145,6 +1182,8 @@ class HostQueue:
         """
         if self._raw is None:
             return
+        if self._poller is not None:
+            self._poller.close()
         raw, self._raw = self._raw, None
         # In a fork the thread that holds the lock does not exist.
         with self.lock if os.getpid() == self._pid else contextlib.nullcontext():
