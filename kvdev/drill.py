@@ -83,7 +83,8 @@ class DrillPlan:
         return [*found, f"{PREFIX}damage=allow"] if self.allows_damage else found
 
     def __str__(self) -> str:
-        return ", ".join(each[len(PREFIX) :] for each in [*self.options(), f"{PREFIX}seed={self.seed}"])
+        faults = [each[len(PREFIX) :] for each in self.options() if not each.startswith(f"{PREFIX}seed=")]
+        return ", ".join([*faults, f"seed={self.seed}"])
 
 
 _NAMES = (

@@ -34,7 +34,8 @@ def _connect_remedy(completion: Completion, *, subnqn: str, host_nqn: str, addre
         parameter = InvalidParameter.parse(completion.dw0)
         remedies = {
             "subnqn": f"no subsystem {subnqn} here for this host; `kvdev discover {address}` lists the NQNs",
-            "hostnqn": f"the host NQN {host_nqn} is not accepted; add it to the allow list of {subnqn}",
+            "hostnqn": f"the host NQN {host_nqn} is not accepted; add it to the allow list of {subnqn}, "
+            "or connect as a host on it (--host-nqn)",
             "hostid": "another host NQN uses this host id; give this host its own",
             "cntlid": "the controller is gone; connect again",
             "qid": "ask for fewer I/O queues",
@@ -44,7 +45,8 @@ def _connect_remedy(completion: Completion, *, subnqn: str, host_nqn: str, addre
         }
         return f"{parameter}: {remedies.get(parameter.field, 'the controller does not accept its value')}"
     remedies_by_code = {
-        FabricsStatus.CONNECT_INVALID_HOST: f"add the host NQN {host_nqn} to the allow list of {subnqn}",
+        FabricsStatus.CONNECT_INVALID_HOST: f"add the host NQN {host_nqn} to the allow list of {subnqn}, or connect "
+        "as a host on it (--host-nqn)",
         FabricsStatus.CONTROLLER_BUSY: f"{subnqn} has no free controller; try again later, or disconnect a host",
         FabricsStatus.CONNECT_RESTART_DISCOVERY: f"{subnqn} has moved; `kvdev discover {address}` tells where",
         FabricsStatus.AUTHENTICATION_REQUIRED: f"{subnqn} demands authentication; name the secret of this host "

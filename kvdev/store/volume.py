@@ -597,7 +597,8 @@ def check_geometry(what: str, *, expected: Geometry, actual: Geometry) -> None:
     for field, value in expected.to_dict().items():
         if stored[field] != value:
             raise UsageError(
-                f"{what}: geometry: {field}: expected {value!r}, the namespace has {stored[field]!r}"
+                f"{what}: geometry: {field}: expected {value!r}, the namespace has {stored[field]!r}; "
+                "name its geometry, or none"
             )
 
 

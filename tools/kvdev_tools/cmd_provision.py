@@ -204,7 +204,7 @@ def status(file: str, color: str, timeout_s: float, as_json: bool) -> int:
     """Show targets, subsystems, namespaces, members, volumes and KV namespaces, and how they are.
 
     For each way to a volume it says what becomes of a flush at every hop: effective, swallowed, or not
-    needed. The exit code is 3 when something is unreachable.
+    needed. The exit code is 3 when an SPDK is unreachable, or something that the file names is not as it says.
 
     \b
     Example:
@@ -222,7 +222,9 @@ def status(file: str, color: str, timeout_s: float, as_json: bool) -> int:
         document = status_document(look, whole, timeout_s=timeout_s)
     painter = Painter(sys.stdout, when=color)
     _show(document, tree_lines(document, painter), as_json=as_json)
-    return int(ExitCode.OK if is_readable else ExitCode.UNREACHABLE)
+    parts = (*document["targets"], *document["hosts"], *document["volumes"])
+    is_well = all(each["health"] in ("ok", "not checked") for each in parts)
+    return int(ExitCode.OK if is_readable and is_well else ExitCode.UNREACHABLE)
 
 
 @provision.command()
@@ -327,7 +329,7 @@ def _show_plan(whole: WholePlan, *, color: str, as_json: bool) -> int:
 
 
 def _carry_out(whole: WholePlan, *, timeout_s: float, as_json: bool) -> int:
-    from kvdev_tools.exits import exit_code_of
+    from kvdev_tools.exits import ExitCode, exit_code_of
     from kvdev_tools.provision.render import outcome_document, summary
     from kvdev_tools.provision.work import carry_out
 
@@ -353,7 +355,9 @@ def _carry_out(whole: WholePlan, *, timeout_s: float, as_json: bool) -> int:
     if outcome.error is None:
         return 0
     _complain(outcome)
-    return int(exit_code_of(outcome.error))
+    code = exit_code_of(outcome.error)
+    # A wrong argument is what it says of a run that changed nothing; this one stopped half way.
+    return int(ExitCode.REFUSED if code is ExitCode.USAGE and outcome.done_count else code)
 
 
 def _complain(outcome: Outcome) -> None:

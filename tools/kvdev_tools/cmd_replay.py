@@ -100,7 +100,7 @@ def replay(
     from kvdev.units import parse_size
     from kvdev_tools import report
     from kvdev_tools.exits import ExitCode
-    from kvdev_tools.launch import ReplaySettings, run_replay
+    from kvdev_tools.launch import ReplaySettings, geometry_of, run_replay
     from kvdev_tools.supervisor import ClientFailedError
 
     if uri is not None:
@@ -118,12 +118,18 @@ def replay(
     for name, value in (("trace", trace), ("files", files)):
         if value == "":  # would mean the current folder
             raise UsageError(f"{name}: expected a path, got ''")
+    if uri is not None and all(value is None for value in shape.values()):
+        geometry = geometry_of(uri, host_nqn, host_id, timeout_s=timeout_s)
+        geometry_name = geometry.model_id
+    else:
+        geometry = choose_geometry(**shape)
+        geometry_name = shape["geometry"] or (DEFAULT_PRESET if shape["layers"] is None else "own")
     settings = ReplaySettings(
         uri=uri,
         trace=None if trace is None else Path(trace),
         request_limit=requests,
-        geometry=choose_geometry(**shape),
-        geometry_name=shape["geometry"] or (DEFAULT_PRESET if shape["layers"] is None else "own"),
+        geometry=geometry,
+        geometry_name=geometry_name,
         layout=layout,
         block_tokens=block_tokens,
         capacity_bytes=None if capacity is None else parse_size(capacity, field="capacity"),

@@ -24,7 +24,8 @@ def geometry_options(command: _Command) -> _Command:
                 "--geometry",
                 metavar="NAME",
                 help="small (64 KiB pages), medium (1 MiB), or a model such as llama3-8b, of those that "
-                "docs/cli.md and the error for an unknown name list  [default: medium]",
+                "docs/cli.md and the error for an unknown name list  [default: that of the KV namespace where one is "
+                "named, else medium]",
             ),
             click.option("--layers", type=int, help="An own geometry: layers, ..."),
             click.option("--kv-heads", type=int, help="... KV heads of this rank, ..."),

@@ -32,7 +32,7 @@ from kvdev_tools.plan import (
     disk_free_bytes,
     plan_client,
 )
-from kvdev_tools.pool import PoolSize, check_pool, create_pool, size_pool
+from kvdev_tools.pool import PoolSize, check_pool, create_pool, pool_geometry, size_pool
 from kvdev_tools.progress import read_progress
 from kvdev_tools.report import MemberBytes, Run, Totals
 from kvdev_tools.rig import Rig, running_rig
@@ -220,6 +220,12 @@ def _remedy(settings: ReplaySettings, needs: TraceNeeds, namespaces: Demand, all
     if settings.capacity_bytes is not None:
         return "lower --capacity or --requests, or take a smaller --geometry"
     return "take a smaller --geometry, or fewer and shorter requests"
+
+
+def geometry_of(uri: str, host_nqn: str | None, host_id: str | None, *, timeout_s: float) -> Geometry:
+    """The geometry of a KV namespace that is there: of one rank where it belongs to one."""
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        return pool_geometry(session, parse_kv_namespace_uri(uri), deadline=operation_deadline(timeout_s))
 
 
 def _plan_existing(settings: ReplaySettings, client: ClientPlan, uri: KvNamespaceUri) -> int:

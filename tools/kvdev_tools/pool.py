@@ -127,6 +127,12 @@ def create_pool(
     volume.create_namespace(name, geometry, quota_pages=size.quota_pages, deadline=deadline)
 
 
+def pool_geometry(session: Session, uri: KvNamespaceUri, *, deadline: Deadline) -> Geometry:
+    """The geometry that a KV namespace was made with."""
+    volume = open_volume(session, uri.volume, deadline=deadline)
+    return volume.namespace(uri.name, deadline=deadline).geometry
+
+
 def check_pool(session: Session, uri: KvNamespaceUri, geometry: Geometry, *, deadline: Deadline) -> int:
     """The quota of a KV namespace; UsageError when it is not there or has another geometry."""
     volume = open_volume(session, uri.volume, deadline=deadline)

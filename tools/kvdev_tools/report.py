@@ -163,8 +163,8 @@ def text(totals: Totals, run: Run) -> list[str]:
             ("pages restored", f"{totals.pages_restored} ({format_size(totals.pages_restored * page)})"),
             ("pages written", f"{totals.pages_written} ({format_size(totals.pages_written * page)})"),
             ("hit rate", f"{totals.hit_rate:.4f}"),
-            ("restore", f"{d['restore_gb_per_s']:.2f} GB/s"),
-            ("offload", f"{d['offload_gb_per_s']:.2f} GB/s"),
+            ("restore", f"{d['restore_gb_per_s']:.2f} GB/s" if totals.pages_restored else "-"),
+            ("offload", f"{d['offload_gb_per_s']:.2f} GB/s" if totals.pages_written else "-"),
             (
                 "restore latency",
                 f"p50 {d['restore_latency_ms_p50']:.2f} ms, p99 {d['restore_latency_ms_p99']:.2f} ms a request",

@@ -128,7 +128,17 @@ def test_apply_twice_status_adopt_and_destroy(
     )
     assert keys_of(found) | {"notes[]"} == documented("provision adopt")
     assert call(capsys, "plan", str(adopted))["is_empty"]
+    # The only host that is let in is the one to look as.
+    alone = tmp_path / "alone.yaml"
+    call(capsys, "adopt", "--target", f"array0={site.rpc}", "-o", str(alone))
+    assert "llama" in alone.read_text() and call(capsys, "plan", str(alone))["is_empty"]
     assert "File exists" in refused(capsys, "adopt", "--target", f"a={site.rpc}", "-o", str(adopted), code=2)
+
+    # A rank's namespace is replayed in its own geometry: heads of the whole model would not fit it.
+    pool = f"vol:{','.join(volume['members'])}#llama.0"
+    assert run(["replay", pool, "--requests", "3", "--host-nqn", HOST_NQN, "--json"]) == 0
+    replayed = json.loads(capsys.readouterr().out)
+    assert replayed["mismatches"] == 0 and replayed["pages_written"] > 0
 
     config = tmp_path / "spdk.json"
     exported = call(capsys, "export", file, "array0", "-o", str(config))
@@ -141,6 +151,24 @@ def test_apply_twice_status_adopt_and_destroy(
     with Client(site.rpc) as client:
         assert client.call("bdev_get_bdevs") == []
     assert call(capsys, "destroy", file, "--yes", "demo")["steps"] == 0
+
+
+def test_what_is_not_as_the_file_says_is_told_by_health_and_exit_code(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(site.path)
+    before = call(capsys, "status", file, code=3)
+    assert before["volumes"][0]["health"] == "unreachable"
+    call(capsys, "apply", file)
+    call(capsys, "status", file)
+    with Client(site.rpc) as client:
+        client.call("bdev_aio_delete", {"name": "a0"})
+    shown = call(capsys, "status", file, code=3)
+    (target,) = shown["targets"]
+    assert (target["health"], target["subsystems"][0]["health"]) == ("degraded", "degraded")
+    healths = {each["nsid"]: each["health"] for each in target["subsystems"][0]["namespaces"]}
+    assert healths == {1: "ok", 2: "missing"}
+    assert shown["volumes"][0]["health"] != "ok"
 
 
 def test_what_was_exported_survives_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,9 +226,9 @@ def test_an_unmanaged_target_is_asked_and_compared_and_never_configured(
     assert "vendor.yaml:9:22: targets.vendor" in texts
     for part in ("size is 32 MiB, expected 1 GiB", "block_size is 4096, expected 512", "active are 1, 2"):
         assert part in texts
-    healths = [
-        each["health"] for each in target_of(call(capsys, "status", str(path)))["subsystems"][0]["namespaces"]
-    ]
+    subsystem = target_of(call(capsys, "status", str(path), code=3))["subsystems"][0]
+    healths = [each["health"] for each in subsystem["namespaces"]]
+    assert subsystem["health"] == "degraded"
     assert healths == ["size is 32 MiB", "block_size is 4096", "missing"]
 
 
@@ -245,7 +245,7 @@ def test_an_unmanaged_targets_lost_path_is_a_note_and_the_last_one_a_problem(
     assert f"· 127.0.0.1:{dead_port}: " in capsys.readouterr().out
     path.write_text(vendor_text(dead_port, "{1: {}}"))
     assert "Connection refused" in refused_plan(capsys, str(path))
-    target = target_of(call(capsys, "status", str(path)))
+    target = target_of(call(capsys, "status", str(path), code=3))
     assert target["health"] == target["subsystems"][0]["namespaces"][0]["health"] == "unreachable"
     # Somebody whom it does not let in.
     path.write_text(vendor_text(port, "{1: {}}").replace("11111111-1111", "22222222-1111"))

@@ -86,7 +86,8 @@ def adopt(
         rpc = targets[entry] if section == "targets" else hosts[entry]
         described = _entry(rpc, state, served, section, adopted.notes, entry)
         adopted.value.setdefault(section, {})[entry] = described
-    volumes = _volumes(kept, host_nqn, timeout_s, adopted.notes)
+    # Subsystems that admit one host only are looked at as that host.
+    volumes = _volumes(kept, host_nqn or _only_host(kept), timeout_s, adopted.notes)
     if volumes:
         adopted.value["volumes"] = {
             volume.name: {"members": volume.members, "strip_size": _size(volume.strip_size_bytes)}

@@ -5,7 +5,7 @@ Not here: reading (``work``, ``volumes``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvdev.units import format_size
@@ -17,7 +17,7 @@ from spdk_rpc import SpdkRpcError
 from spdk_rpc.plan import Id, Kind
 from spdk_rpc.plan.flush import verdict
 from spdk_rpc.plan.observe import iostat_of
-from spdk_rpc.plan.resource import bdevs_used, changed_names
+from spdk_rpc.plan.resource import Attributes, bdevs_used, changed_names
 
 _COUNTERS = {
     "bytes_read": "bytes_read",
@@ -95,8 +95,25 @@ def _health(view: EndpointView, own: Id) -> str:
     differing = changed_names(found, view.endpoint.desired[own])
     if not differing:
         return "ok"
-    name = differing[0]
-    return f"{name} is {found.attributes.get(name)}"
+    return _difference(
+        differing[0], found.attributes.get(differing[0]), view.endpoint.desired[own].attributes
+    )
+
+
+def _difference(name: str, is_: Any, wanted: Attributes) -> str:
+    """In words: what it is, has not, or has beside what the file names."""
+    shall = wanted[name]
+    if isinstance(shall, (tuple, list)) and isinstance(is_, (tuple, list)):
+        lost, more = [each for each in shall if each not in is_], [each for each in is_ if each not in shall]
+        if lost:
+            return f"lacks {', '.join(map(str, lost))}"
+        return f"has {', '.join(map(str, more))} too" if more else f"{name} are in another order"
+    return f"has no {name}" if is_ is None else f"{name} is {is_}"
+
+
+def _whole(own: str, parts: Iterable[Mapping[str, Any]]) -> str:
+    """The health of what consists of parts: degraded where it is there and one of them is not as it shall be."""
+    return "degraded" if own == "ok" and any(part["health"] != "ok" for part in parts) else own
 
 
 def _target(
@@ -122,19 +139,22 @@ def _target(
                     **_membership(members, served.nqn, nsid),
                 }
             )
+        listeners = [
+            {"address": each, "health": _health(view, Id(Kind.LISTENER, each, served.nqn))}
+            for each in served.listeners
+        ]
+        own = _health(view, Id(Kind.SUBSYSTEM, served.nqn))
         subsystems.append(
             {
                 "nqn": served.nqn,
-                "health": _health(view, Id(Kind.SUBSYSTEM, served.nqn)),
-                "listeners": [
-                    {"address": each, "health": _health(view, Id(Kind.LISTENER, each, served.nqn))}
-                    for each in served.listeners
-                ],
+                "health": _whole(own, (*listeners, *namespaces)),
+                "listeners": listeners,
                 "connected_hosts": _connected(view, served.nqn),
                 "namespaces": namespaces,
             }
         )
-    return {**_entry(view), "subsystems": subsystems}
+    entry = _entry(view)
+    return {**entry, "health": _whole(entry["health"], subsystems), "subsystems": subsystems}
 
 
 def _membership(
@@ -188,7 +208,8 @@ def _unmanaged(
         subsystems.append(
             {
                 "nqn": nqn,
-                "health": seen.health,
+                # A path that is down is a note while another one is up.
+                "health": _whole(seen.health, namespaces),
                 "listeners": [
                     {"address": each, "health": seen.listeners.get(each, "not checked")}
                     for each in seen.served.listeners
@@ -237,7 +258,9 @@ def _host(view: EndpointView, stats: Mapping[str, Mapping[str, Any]]) -> dict[st
         for own in desired
         if own.kind is Kind.VHOST
     ]
-    return {**_entry(view), "controllers": controllers, "raids": raids, "vhosts": vhosts}
+    entry = _entry(view)
+    health = _whole(entry["health"], (*controllers, *raids, *vhosts))
+    return {**entry, "health": health, "controllers": controllers, "raids": raids, "vhosts": vhosts}
 
 
 def _volume(look: Look, seen: VolumeSeen, timeout_s: float, notes: list[str]) -> dict[str, Any]:
