@@ -41,6 +41,11 @@ class BootClock:
 BOOT_CLOCK: Clock = BootClock()
 
 
+def unix_time_s() -> int:
+    """Seconds since 1970 by this host's clock: for people to read, and for pages that are to go by their age."""
+    return time.time_ns() // NS_PER_S
+
+
 class Deadline:
     """A point in monotonic time after which a wait must end."""
 

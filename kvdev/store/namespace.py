@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdev.clock import SYSTEM_CLOCK, Deadline
+from kvdev.clock import SYSTEM_CLOCK, Deadline, unix_time_s
 from kvdev.errors import (
     CapacityError,
     CorruptionError,
@@ -112,6 +113,7 @@ class KvNamespace:
         mode: Mode,
         lock: OwnerLock | None,
         lease: Lease | None = None,
+        unix_s: Callable[[], int] = unix_time_s,
         deadline: Deadline,
     ) -> None:
         """Load the table and, as owner, take a new epoch; what the owner before may still write is waited for
@@ -127,6 +129,8 @@ class KvNamespace:
             lease = lease or Lease(what, fence=Fence())
         self._lease = lease
         self._is_settled = False
+        self._unix_s = unix_s
+        self._age_clock = 0
         self.withdrawn_count = 0
         self.commit_count = 0
         self.checkpoint_count = 0
@@ -172,6 +176,7 @@ class KvNamespace:
         self.uuid = record.namespace_uuid
         self.name = record.name
         self.quota_pages = record.quota_pages
+        self.ttl_s = record.ttl_s
         self.eviction_policy = policy_name(record)
         if self.eviction_policy not in EVICTION_POLICIES and self.mode == "owner":
             raise UnsupportedError(
@@ -213,6 +218,7 @@ class KvNamespace:
             # Of a policy that this version does not know only readers get here, who evict nothing.
             eviction_policy=self.eviction_policy if self.eviction_policy in EVICTION_POLICIES else "none",
             quota_pages=record.quota_pages,
+            has_ages=record.ttl_s > 0,
         )
         ring = self._journal.read(deadline)
         report = self._journal.replay(
@@ -599,6 +605,53 @@ class KvNamespace:
             self.withdrawn_count += count
             return count
 
+    def shrink(self, slot_count: int, quota_pages: int, *, deadline: Deadline) -> int:
+        """Evict down to ``quota_pages`` and hand out the first ``slot_count`` slots only, until this owner closes.
+
+        Returns how many pages went, durably. Raises CapacityError when the policy lets none go.
+        """
+        with self.mutex:
+            self._check_writable(deadline)
+            live_count = self._index.counts()[1]
+            excess = max(0, live_count - quota_pages)
+            if excess and self.eviction_policy == "none":
+                raise CapacityError(
+                    f"{self.what}: holds {live_count} pages and its eviction policy is none: expected a quota of at "
+                    f"least that, got {quota_pages}; delete pages first"
+                )
+            self._index.limit_slots(min(slot_count, self._record.slot_count))
+            for start in range(0, excess, self._pending_limit // 4):
+                self._make_room(self._pending_limit // 4, deadline)
+                self._index.evict(min(self._pending_limit // 4, excess - start))
+            self._commit(deadline)
+            return excess
+
+    def move(self, source: GrantArray, addresses: npt.NDArray[np.uint64], *, deadline: Deadline) -> int:
+        """Write pages, as they were read under ``source``, to other slots and let them be found there; durable.
+
+        Returns how many moved: what was replaced meanwhile stays gone.
+        """
+        with self.mutex:
+            self._check_writable(deadline)
+            self._make_room(4 * len(source), deadline)
+            target = self._index.reserve(len(source), self.page_size_bytes)
+            if target is None:
+                raise CapacityError(
+                    f"{self.what}: expected {len(source)} free slots to move pages to, got fewer"
+                )
+            sent_ns = SYSTEM_CLOCK.monotonic_ns()
+            try:
+                result = self.page_io.write(target, addresses, deadline=deadline, wants_crc=False)
+                if result.failure is not None:
+                    raise result.failure
+            except BaseException:
+                self.release(target, is_fate_unknown=True, sent_ns=sent_ns, deadline=deadline)
+                raise
+            self._dirty_data |= result.members
+            moved = int(self._index.move(source, target).sum())
+            self._commit(deadline)
+            return moved
+
     def flush(self, *, deadline: Deadline) -> None:
         """Make everything committed and deleted so far durable.
 
@@ -771,11 +824,29 @@ class KvNamespace:
         if self._is_closed:
             raise UsageError(f"{self.what}: is closed")
         self._keep_lease()
+        if self.ttl_s:
+            self._expire()
+
+    def _expire(self) -> None:
+        """Before anything is asked or put: pages whose time is over are not there."""
+        now = self._unix_s() - self._record.created_unix_s
+        # A clock that was set back makes pages live longer, not younger than those put before them.
+        self._age_clock = max(self._age_clock, now)
+        self._index.set_clock(self._age_clock)
+        first_kept = self._age_clock - self.ttl_s + 1
+        while first_kept > 0:
+            # A reader, and an owner that may not write yet, forget: the records are not theirs to write.
+            _, oldest = self._index.expire(first_kept, self._pending_limit, is_owner=self._is_settled)
+            if oldest >= first_kept:
+                return
+            self._commit(Deadline.after(CLOSE_TIMEOUT_S))
 
     def _check_usable(self) -> None:
         self._check_open()
         if self.mode == "follower":
             self._follow()
+            if self.ttl_s:
+                self._expire()
 
     def _check_writable(self, deadline: Deadline | None = None) -> None:
         self._check_open()

@@ -115,6 +115,8 @@ _LEASE = struct.Struct("<16sQIIQ40s")
 _LEASE_OFFSET = 336 - HEADER_SIZE_BYTES
 """Behind what the first version of the record had: all zero there means that nobody has a lease."""
 HOST_NAME_BYTES = 40
+_TENANT = struct.Struct("<I")
+_TENANT_OFFSET = _LEASE_OFFSET + _LEASE.size
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ class Record:
     durable_sequence: int = 0
     """The newest journal record known to be durable when this was written, for those who follow the journal."""
     lease_host_name: str = ""
+    ttl_s: int = 0
+    """Seconds that a page lives after it was put; 0 for ever. Entries hold when they were put, then."""
 
     @property
     def is_live(self) -> bool:
@@ -229,6 +233,7 @@ def build_record(record: Record) -> bytes:
         record.durable_sequence,
         record.lease_host_name.encode()[:HOST_NAME_BYTES],
     )
+    body += _TENANT.pack(record.ttl_s)
     header = MediaHeader(
         MAGIC_RECORD,
         record.volume_uuid,
@@ -264,4 +269,5 @@ def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
         lease_pid_namespace=pid_namespace,
         durable_sequence=durable,
         lease_host_name=unpack_name(host_name),
+        ttl_s=_TENANT.unpack_from(body, _TENANT_OFFSET)[0],
     )

@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import get_args
 
 from kvdev.block.device import BlockDevice, aligned_buffer, flush, read_blocks, write_blocks
 from kvdev.block.drill import refuse_drill
 from kvdev.block.stripe import StripeDevice, check_strip_size
-from kvdev.clock import Deadline
+from kvdev.clock import Deadline, unix_time_s
 from kvdev.errors import CapacityError, CorruptionError, KvdevError, UnsupportedError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.native.crc import crc32c
@@ -67,6 +66,8 @@ ERASE_TIMEOUT_S = 30.0
 """For what follows the erasing of pages, whose length nobody can bound beforehand."""
 LEAVE_TIMEOUT_S = 10.0
 """For giving registrations back, after whatever became of the change."""
+TTL_S_MAX = 10 * 365 * 24 * 3600
+"""Ten years: below what the seconds of an entry can tell."""
 VOLUME_LOCK_BYTE = 0
 """Which lock byte of a member file stands for the volume; its KV namespaces' follow."""
 
@@ -85,6 +86,7 @@ class NamespaceInfo:
     epoch: int
     is_clean: bool
     eviction_policy: str
+    ttl_s: int
     record: Record
 
 
@@ -211,6 +213,7 @@ class Volume:
             epoch=record.epoch,
             is_clean=record.is_clean,
             eviction_policy=policy_name(record),
+            ttl_s=record.ttl_s,
             record=record,
         )
 
@@ -257,6 +260,7 @@ class Volume:
         quota_pages: int | None = None,
         journal_block_count: int | None = None,
         eviction_policy: str = "lru",
+        ttl_s: int = 0,
         deadline: Deadline,
     ) -> NamespaceInfo:
         """Make an empty KV namespace; one of the two quotas says how many pages it may hold.
@@ -267,12 +271,15 @@ class Volume:
             eviction_policy: what goes at the quota: ``lru`` the page unused longest, ``fifo`` the one put
                 first, ``lfu`` the one used least often, ``s3fifo`` what was put and not used again, ``none``
                 nothing, so that puts fail with CapacityError.
+            ttl_s: pages are gone so many seconds after they were put, pinned or not; 0 for never.
         """
         check_name("namespace name", name)
         if eviction_policy not in EVICTION_POLICIES:
             raise UsageError(
                 f"eviction_policy: expected one of {', '.join(EVICTION_POLICIES)}, got {eviction_policy!r}"
             )
+        if not 0 <= ttl_s <= TTL_S_MAX:
+            raise UsageError(f"ttl_s: expected 0 for none, to {TTL_S_MAX}, got {ttl_s}")
         if (quota_bytes is None) == (quota_pages is None):
             raise UsageError("quota: expected one of quota_bytes and quota_pages")
         if quota_pages is None:
@@ -292,7 +299,7 @@ class Volume:
             place_index = self._free_place(deadline)
             slba = self._find_extent(plan, name, deadline)
             record = self._new_record(name, geometry, plan, slba, place_index, deadline)
-            record = replace(record, eviction_policy=EVICTION_POLICIES.index(eviction_policy))
+            record = replace(record, eviction_policy=EVICTION_POLICIES.index(eviction_policy), ttl_s=ttl_s)
             self._format(record, geometry, deadline)
             for copy in range(2):
                 # Both copies, one after the other: from here on one intact copy alone means a loss.
@@ -371,7 +378,7 @@ class Volume:
             owner_boot_id=bytes(16),
             owner_pid=0,
             owner_start_ticks=0,
-            created_unix_s=_now_unix_s(),
+            created_unix_s=unix_time_s(),
         )
 
     def _format(self, record: Record, geometry: Geometry, deadline: Deadline) -> None:
@@ -404,6 +411,7 @@ class Volume:
         takeover: bool = False,
         identity: OwnerIdentity | None = None,
         lease_ms: int = LEASE_MS_DEFAULT,
+        unix_s: Callable[[], int] = unix_time_s,
         deadline: Deadline,
     ) -> KvNamespace:
         """Open a KV namespace as its owner, or as one of any number of readers and followers.
@@ -415,6 +423,7 @@ class Volume:
             takeover: put an owner of another host out, which is known to be dead or shall stop.
             identity: who the record says owns it; by default this process.
             lease_ms: how long others wait, where only time keeps an owner out.
+            unix_s: the clock by which pages grow old, where they do.
         """
         if mode not in get_args(Mode):
             names = ", ".join(repr(name) for name in get_args(Mode))
@@ -441,12 +450,26 @@ class Volume:
                 mode=mode,
                 lock=lock,
                 lease=lease,
+                unix_s=unix_s,
                 deadline=deadline,
             )
         except BaseException:
             if lock is not None:
                 lock.release()
             raise
+
+    def clone_namespace(self, name: str, new_name: str, *, deadline: Deadline) -> NamespaceInfo:
+        """Make an empty KV namespace like another one: its geometry, quota, eviction policy and time to live."""
+        model = self.namespace(name, deadline=deadline)
+        return self.create_namespace(
+            new_name,
+            model.geometry,
+            quota_pages=model.quota_pages,
+            journal_block_count=model.record.journal_block_count,
+            eviction_policy=model.eviction_policy,
+            ttl_s=model.ttl_s,
+            deadline=deadline,
+        )
 
     def open_page_io(self, name: str, *, deadline: Deadline) -> PageIo:
         """A data-only handle: reads and writes pages by grants that the owner hands out, takes no lock."""
@@ -468,16 +491,20 @@ class Volume:
             erase: overwrite everything it held and verify that first. Interrupted, the namespace is still
                 there, with fewer pages, to be deleted again. Each piece has its own deadline.
         """
-        with self._namespace_held(name, deadline, takeover=takeover) as current:
+        with self.namespace_held(name, deadline, takeover=takeover) as current:
             geometry_blocks = UNIT_BYTES // self.block_size_bytes
             if erase:
                 # Without the geometry the volume's namespaces could not be listed: it goes last.
-                first = current.extent_slba + geometry_blocks
-                erase_blocks(self.io, first, current.extent_end - first, progress=progress)
+                first = current.geometry_slba + geometry_blocks
+                if current.geometry_slba > current.extent_slba:
+                    before = current.geometry_slba - current.extent_slba
+                    erase_blocks(self.io, current.extent_slba, before, progress=progress)
+                if first < current.extent_end:
+                    erase_blocks(self.io, first, current.extent_end - first, progress=progress)
                 deadline = Deadline.after(ERASE_TIMEOUT_S)
-            self._write_both(replace(current, state=RECORD_FREE, lease_ms=0, lease_key=0), deadline)
+            self.write_both(replace(current, state=RECORD_FREE, lease_ms=0, lease_key=0), deadline)
             if erase:
-                erase_blocks(self.io, current.extent_slba, geometry_blocks)
+                erase_blocks(self.io, current.geometry_slba, geometry_blocks)
 
     def rewrite_superblocks(self, damaged: Sequence[int], *, deadline: Deadline) -> None:
         """Write damaged copies again from the intact one, which is left alone."""
@@ -490,13 +517,13 @@ class Volume:
     def rename_namespace(self, name: str, new_name: str, *, deadline: Deadline) -> None:
         """Give a KV namespace another name; refused while it may have an owner."""
         check_name("new name", new_name)
-        with self._namespace_held(name, deadline) as current:
+        with self.namespace_held(name, deadline) as current:
             if any(info.name == new_name for info in self.namespaces(deadline=deadline)):
                 raise UsageError(f"volume {self.name}: namespace {new_name!r}: exists already")
-            self._write_both(replace(current, name=new_name), deadline)
+            self.write_both(replace(current, name=new_name), deadline)
 
     @contextlib.contextmanager
-    def _namespace_held(self, name: str, deadline: Deadline, *, takeover: bool = False) -> Iterator[Record]:
+    def namespace_held(self, name: str, deadline: Deadline, *, takeover: bool = False) -> Iterator[Record]:
         """The newest record of a namespace, under the locks that a change of it needs, its last owner kept out."""
         volume_lock = self._lock_volume(deadline)
         try:
@@ -523,7 +550,7 @@ class Volume:
         finally:
             volume_lock.release()
 
-    def _write_both(self, record: Record, deadline: Deadline) -> None:
+    def write_both(self, record: Record, deadline: Deadline) -> None:
         """Both copies, one after the other: the older state must not come back when the newer is damaged."""
         for step in (1, 2):
             newer = replace(record, sequence=record.sequence + step)
@@ -682,7 +709,7 @@ def _lay_out(name: str, stripe: StripeDevice, row_count: int) -> Superblock:
         directory_slba=(first_strip * strip_blocks, (first_strip + step) * strip_blocks),
         payload_slba=payload_strip * strip_blocks,
         payload_end=end,
-        created_unix_s=_now_unix_s(),
+        created_unix_s=unix_time_s(),
     )
 
 
@@ -890,8 +917,3 @@ def _read_superblock(io: VolumeIo, label: Label, deadline: Deadline) -> Superblo
             f"expected {expected} by the labels, got {actual}"
         )
     return superblock
-
-
-def _now_unix_s() -> int:
-    """Wall clock time for people to read; nothing is decided by it."""
-    return int(datetime.now(timezone.utc).timestamp())

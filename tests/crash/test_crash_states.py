@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from kvdev.native.io import OPCODE_FLUSH
 from kvdev.store.directory import Directory
 from kvdev.store.namespace import KvNamespace
 from kvdev.store.page_store import PageStatus, PageStore
+from kvdev.store.resize import resize_namespace
 from kvdev.store.superblock import RECORD_COUNT
 from kvdev.store.volume import Volume, write_superblocks
 from kvdev.store.volume_io import MemberMask, VolumeIo
@@ -82,12 +84,14 @@ class History:
         op_count: int = OP_COUNT,
         *,
         has_faults: bool = False,
+        resizes: bool = False,
         namespace_type: type[KvNamespace] = KvNamespace,
         io_type: type[VolumeIo] = VolumeIo,
     ) -> None:
         self.seed = seed
         self.rng = np.random.default_rng([seed, member_count, int(has_faults)])
         self.namespace_type = namespace_type
+        self.resizes = resizes
         self.log = CrashLog(member_count, size_bytes=MEMBER_BYTES, block_size_bytes=BLOCK)
         volume = Volume.create(self.log.members, name="crash", strip_size_bytes=STRIP, deadline=deadline())
         info = volume.create_namespace(
@@ -119,7 +123,8 @@ class History:
         return "lost" if opcode == OPCODE_FLUSH or self.rng.integers(0, 2) else "taken"
 
     def step(self, *, has_faults: bool) -> None:
-        kind = str(self.rng.choice(["put", "put", "put", "delete", "flush", "flush", "get", "reopen"]))
+        kinds = ["put", "put", "put", "delete", "flush", "flush", "get", "reopen"]
+        kind = str(self.rng.choice([*kinds, "resize"] if self.resizes else kinds))
         numbers = self.rng.choice(KEY_COUNT, size=int(self.rng.integers(1, 4)), replace=False).tolist()
         is_faulty = has_faults and kind in ("put", "delete", "flush") and not self.rng.integers(0, 3)
         self.do(kind, numbers, fault=self.fault if is_faulty else None)
@@ -137,7 +142,7 @@ class History:
                 raise
             op.has_failed = True
         self.log.fault = None
-        if fault is not None or kind == "reopen":
+        if fault is not None or kind in ("reopen", "resize"):
             after = self.read_live()
         else:
             there = self.namespace.contains(ALL_KEYS)
@@ -168,6 +173,13 @@ class History:
                 assert (status == PageStatus.HIT) == (number in self.live)
                 if number in self.live:
                     assert np.array_equal(page, page_of(number, self.live[number]))
+        elif op.kind == "resize":
+            self.store.close()
+            quota = int(self.rng.integers(4, 2 * QUOTA))
+            resize_namespace(
+                self.volume, "kv", quota_pages=quota, journal_block_count=JOURNAL_BLOCKS, deadline=deadline()
+            )
+            self.open()
         elif self.rng.integers(0, 2):
             self.store.close()
             self.open()
@@ -202,7 +214,7 @@ class History:
                 kept.pop(number, None)
             if op.has_failed:
                 kept = {number: versions for number, versions in kept.items() if len(versions) == 1}
-            elif op.kind in ("flush", "reopen") and op.end <= cut:
+            elif op.kind in ("flush", "reopen", "resize") and op.end <= cut:
                 kept = {number: {version} for number, version in op.live.items()}
         return kept
 
@@ -310,6 +322,39 @@ def test_any_cut_when_reopened_gives_what_was_put_or_a_miss(
         faults += history.log.fault_count
     print(f"seed {seed}, {member_count} members, {faults} faults: {count} states of {histories} histories")
     assert bool(faults) == has_faults
+
+
+@pytest.mark.parametrize("member_count", [1, 2, 3])
+def test_any_cut_of_a_resize_leaves_the_old_size_or_the_new_one_and_every_page(
+    member_count: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    wanted = STATE_COUNT // 8
+    count = histories = 0
+    while count < wanted:
+        history = History(seed + histories, member_count, op_count=60, resizes=True)
+        assert any(op.kind == "resize" for op in history.ops)
+        done, fault = explore(history, state_limit=wanted - count)
+        assert fault is None, fault
+        count += done
+        histories += 1
+
+
+def test_canary_when_the_new_table_is_not_flushed_everywhere_is_caught(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for attempt in range(8):
+        history = History(seed + attempt, 2, op_count=0)
+        history.do("put", list(range(5)))
+        history.do("flush", [])
+        history.volume.io = OneMemberForgotten(history.volume.io.device, strip_size_bytes=STRIP)
+        history.do("resize", [])
+        _, fault = explore(history, state_limit=4000)
+        if fault is not None:
+            print(fault)
+            return
+    pytest.fail("no state showed the broken order")
 
 
 def test_cut_between_the_blocks_of_a_commit_that_replaces_a_page_twice_keeps_one_of_them() -> None:

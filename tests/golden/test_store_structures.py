@@ -125,6 +125,7 @@ def test_lease_bytes_are_as_documented() -> None:
         lease_pid_namespace=0xF0000001,
         durable_sequence=1 << 40,
         lease_host_name="kv-b",
+        ttl_s=86_400,
     )
     data = build_record(record)
     assert data[179] == 2
@@ -133,8 +134,9 @@ def test_lease_bytes_are_as_documented() -> None:
         1 << 63 | 5, 30_000, 0xF0000001, 1 << 40,
     )  # fmt: skip
     assert data[376:416] == b"kv-b" + bytes(36)
-    assert data[416:] == bytes(96)
-    assert crc32c(data) == 0x03410FDB
+    assert number(data, 416, 4) == 86_400
+    assert data[420:] == bytes(92)
+    assert crc32c(data) == 0x03218607
     assert parse_record(data, what="r", volume_uuid=VOLUME) == record
     assert record.is_claimed and not record.is_clean
 

@@ -35,6 +35,13 @@ def namespace() -> None:
     help="What goes at the quota: the page unused longest, the one used least often (older uses count less), what was "
     "put and not used again (S3-FIFO), the one put first, or none: puts fail.",
 )
+@click.option(
+    "--ttl",
+    "ttl_s",
+    type=click.IntRange(0),
+    default=0,
+    help="Seconds after which a page is gone  [default: never]",
+)
 @click.option("--tokens-per-page", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--revision", default="", help="Revision of the model's weights.")
 @geometry_options
@@ -46,6 +53,7 @@ def create(
     quota: str | None,
     quota_pages: int | None,
     eviction: str,
+    ttl_s: int,
     tokens_per_page: int,
     revision: str,
     host_nqn: str | None,
@@ -96,6 +104,7 @@ def create(
             quota_bytes=quota_bytes,
             quota_pages=quota_pages,
             eviction_policy=eviction,
+            ttl_s=ttl_s,
             deadline=deadline,
         )
     found = _describe(info)
@@ -296,6 +305,89 @@ def takeover_(
     emit(found, as_json=as_json, text=lambda: [f"{parsed.name}: {said}; fence: {fence}"])
 
 
+@namespace.command()
+@click.argument("uri", metavar="VOLUME#NAME")
+@click.argument("new_name", metavar="NEW_NAME")
+@host_options
+@timeout_option
+@json_option
+def clone(
+    uri: str, new_name: str, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
+) -> None:
+    """Make an empty KV namespace like another one: geometry, quota, eviction policy, time to live.
+
+    \b
+    Example:
+      kvdev namespace clone "vol:file:/srv/kv0.img#mine" yours
+    """
+    from kvdev.uri import parse_kv_namespace_uri
+
+    parsed = parse_kv_namespace_uri(uri)
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        volume = open_volume(session, parsed.volume, deadline=deadline)
+        found = _describe(volume.clone_namespace(parsed.name, new_name, deadline=deadline))
+    emit(found, as_json=as_json, text=lambda: _text(found))
+
+
+@namespace.command()
+@click.argument("uri", metavar="VOLUME#NAME")
+@click.option("--quota", metavar="SIZE", help="Bytes of pages it may hold.")
+@click.option("--quota-pages", type=click.IntRange(1), help="The same as a number of pages.")
+@host_options
+@timeout_option
+@json_option
+def resize(
+    uri: str,
+    quota: str | None,
+    quota_pages: int | None,
+    host_nqn: str | None,
+    host_id: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Give a KV namespace another quota, and the room that goes with it; refused while it has an owner.
+
+    Growing takes what is free right behind its extent; pages stay where they are. Shrinking evicts what is
+    above the new quota, moves pages from the slots that go, and frees their room.
+
+    \b
+    Examples:
+      kvdev namespace resize "vol:file:/srv/kv0.img#mine" --quota 300GiB
+      kvdev namespace resize "vol:file:/srv/kv0.img#mine" --quota-pages 1000
+    """
+    from kvdev.errors import UsageError
+    from kvdev.units import parse_size
+    from kvdev.uri import parse_kv_namespace_uri
+
+    parsed = parse_kv_namespace_uri(uri)
+    if (quota is None) == (quota_pages is None):
+        raise UsageError("quota: expected one of --quota and --quota-pages")
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev.store.resize import resize_namespace
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        volume = open_volume(session, parsed.volume, deadline=deadline)
+        before = volume.namespace(parsed.name, deadline=deadline)
+        if quota_pages is None:
+            assert quota is not None
+            quota_pages = parse_size(quota, field="quota") // before.page_size_bytes
+        report = resize_namespace(volume, parsed.name, quota_pages=quota_pages, deadline=deadline)
+        found = {
+            "name": parsed.name,
+            "quota_pages": report.quota_pages,
+            "previous_quota_pages": before.quota_pages,
+            "extent_bytes": report.extent_bytes,
+            "previous_extent_bytes": before.extent_bytes,
+            "evicted_pages": report.evicted_pages,
+            "moved_pages": report.moved_pages,
+        }
+    emit(found, as_json=as_json, text=lambda: fields(list(found.items())))
+
+
 def _owner(info: NamespaceInfo) -> dict[str, Any]:
     """Who has a KV namespace open, or has ended without closing it; all null when nobody has."""
     import uuid
@@ -341,6 +433,7 @@ def _describe(info: NamespaceInfo) -> dict[str, Any]:
         "epoch": info.epoch,
         "is_clean": info.is_clean,
         "eviction_policy": info.eviction_policy,
+        "ttl_s": info.ttl_s,
         **_owner(info),
     }
 

@@ -234,3 +234,101 @@ def test_pin_when_the_namespace_is_opened_again_is_gone(lab: Any) -> None:
     lab.stores.append(again)
     put(again, 4)
     assert len(stored(again, 5)) == 4 and 4 in stored(again, 5)
+
+
+class Clock:
+    """Seconds since 1970, as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 2_000_000_000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def aging(lab: Any, clock: Clock, mode: Any = "owner") -> PageStore:
+    store = PageStore(lab.volume.open_namespace("aging", mode=mode, unix_s=clock, deadline=soon()))
+    lab.stores.append(store)
+    return store
+
+
+def test_page_when_its_time_is_over_is_gone_for_owner_readers_and_after_a_crash(lab: Any) -> None:
+    clock = Clock()
+    lab.volume.create_namespace("aging", GEOMETRY, quota_pages=8, ttl_s=60, deadline=soon())
+    assert lab.volume.namespace("aging", deadline=soon()).ttl_s == 60
+    store = aging(lab, clock)
+    put(store, 0, 1)
+    clock.now += 30
+    put(store, 2)
+    store.pin(keys_of(1))
+    store.get(keys_of(0), lab.room(1))  # being used does not make it younger
+    store.flush()
+    reader = aging(lab, clock, mode="reader")
+    clock.now += 29
+    assert stored(store, 4) == stored(reader, 4) == [0, 1, 2]
+    clock.now += 1
+    assert stored(reader, 4) == [2]
+    assert store.longest_prefix(keys_of(0)) == 0
+    assert store.get(keys_of(1), lab.room(1)).miss_count == 1
+    assert stored(store, 4) == [2]
+    assert store.namespace.stat().index.expired_count == 2
+    store.namespace.abandon()  # their free records were not written: they are old all the same
+    store = aging(lab, clock)
+    assert stored(store, 4) == [2]
+    put(store, 3)
+    store.close()
+    clock.now += 40
+    assert stored(aging(lab, clock), 4) == [3]
+
+
+def test_page_when_it_is_put_again_lives_as_long_again_whatever_the_clock_does(lab: Any) -> None:
+    clock = Clock()
+    lab.volume.create_namespace("aging", GEOMETRY, quota_pages=8, ttl_s=60, deadline=soon())
+    store = aging(lab, clock)
+    put(store, 0, 1)
+    clock.now += 50
+    put(store, 0)
+    clock.now -= 1000  # set back: nothing grows younger than what was put before
+    put(store, 2)
+    clock.now += 1000 + 20
+    assert stored(store, 4) == [0, 2]
+    clock.now += 40
+    assert stored(store, 4) == []
+
+
+def test_ttl_when_more_pages_expire_than_records_fit_takes_them_all(lab: Any) -> None:
+    clock = Clock()
+    info = lab.volume.create_namespace(
+        "aging", GEOMETRY, quota_pages=400, journal_block_count=4, ttl_s=5, deadline=soon()
+    )
+    assert info.quota_pages == 400
+    store = aging(lab, clock)
+    everything = np.arange(400, dtype=np.uint32)[:, None].repeat(8, axis=1).view(np.uint8).reshape(-1, 32)
+    pages = np.zeros((400, PAGE), dtype=np.uint8)
+    assert store.put(np.ascontiguousarray(everything), pages).stored_count == 400
+    clock.now += 5
+    assert not store.contains(everything).any()
+    stat = store.namespace.stat().index
+    assert stat.live_count == 0 and stat.expired_count == 400
+
+
+@pytest.mark.parametrize("ttl_s", [-1, 1 << 32])
+def test_ttl_when_it_cannot_be_kept_is_refused(lab: Any, ttl_s: int) -> None:
+    with pytest.raises(UsageError, match="ttl_s: expected 0 for none, to "):
+        lab.volume.create_namespace("aging", GEOMETRY, quota_pages=8, ttl_s=ttl_s, deadline=soon())
+
+
+def test_clone_when_made_is_like_the_other_and_empty(lab: Any) -> None:
+    made = lab.volume.create_namespace(
+        "one", GEOMETRY, quota_pages=5, eviction_policy="s3fifo", ttl_s=7, deadline=soon()
+    )
+    store = PageStore(lab.volume.open_namespace("one", deadline=soon()))
+    put(store, 1)
+    store.close()
+    info = lab.volume.clone_namespace("one", "two", deadline=soon())
+    assert (info.geometry, info.quota_pages, info.eviction_policy, info.ttl_s) == (GEOMETRY, 5, "s3fifo", 7)
+    assert info.uuid != made.uuid and info.slot_count == made.slot_count
+    reader = PageStore(lab.volume.open_namespace("two", mode="reader", deadline=soon()))
+    assert stored(reader, 3) == []
+    with pytest.raises(UsageError, match="exists already"):
+        lab.volume.clone_namespace("one", "kv", deadline=soon())

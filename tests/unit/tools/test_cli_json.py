@@ -98,6 +98,12 @@ def test_volume_namespace_page_and_replay_have_the_documented_keys(
     taken = call(capsys, "namespace", "takeover", f"{volume}#kv", "--yes", "kv")
     assert keys_of(taken) == documented("namespace takeover")
     assert (taken["fence"], taken["owner_pid"]) == ("lock", None)
+    cloned = call(capsys, "namespace", "clone", f"{volume}#kv", "like")
+    assert keys_of(cloned) == documented("namespace create")
+    resized = call(capsys, "namespace", "resize", f"{volume}#like", "--quota-pages", "3")
+    assert keys_of(resized) == documented("namespace resize")
+    assert resized["previous_quota_pages"] == after["quota_pages"] and resized["quota_pages"] == 3
+    call(capsys, "namespace", "delete", f"{volume}#like", "--yes", "like")
     renamed = call(capsys, "namespace", "rename", f"{volume}#kv", "new")
     assert keys_of(renamed) == documented("namespace rename")
     assert call(capsys, "namespace", "show", f"{volume}#new")["pages"] == after["pages"]
