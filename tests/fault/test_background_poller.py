@@ -288,9 +288,10 @@ def test_channel_when_forgotten_with_commands_in_flight_then_they_are_given_up()
 
 def test_close_of_the_queue_when_a_poller_drives_it_then_the_poller_ends_first() -> None:
     with ScriptedPeer(MemoryScript(bytearray(1 << 20))) as peer, PeerHost(peer) as host:
+        buffer = GuardedBuffer(BLOCK)
         poller = BackgroundPoller(host.queue)
         channel = poller.channel()
-        channel.submit(command(host, OPCODE_READ, GuardedBuffer(BLOCK)))
+        channel.submit(command(host, OPCODE_READ, buffer))
         host.queue.close()
         assert poller.is_closed
         assert len(channel.poll(min_count=1, deadline=soon())) == 1
