@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdev.block.device import read_blocks, write_blocks
+from kvdev.block.device import flush, read_blocks, write_blocks
 from kvdev.clock import Deadline
 from kvdev.errors import CommandError, UncertainWriteError, UsageError
 from kvdev.initiator.host import HostIdentity
@@ -19,6 +19,7 @@ from kvdev.initiator.namespace import NvmeNamespace
 from kvdev.session import Session
 from kvdev.testing.recovery import nothing_left_over
 from kvdev.testing.target import running_target
+from kvdev.testing.vhost_peer import VhostPeer, VhostScript
 from kvdev_tools.main import run
 from tests.unit.tools.test_cli_json import documented, keys_of
 
@@ -62,6 +63,27 @@ def test_namespace_over_tcp_when_it_has_a_drill_then_others_of_the_subsystem_hav
     assert [f"nsid={nsid}" in line for line, nsid in zip(said, (1, 2), strict=False)] == [True, True]
     assert "error=1" in said[0] and "on=writes" in said[0] and "seed=1" in said[0]
     assert "over" in said[2] and "1 failed" in said[2]
+
+
+def test_vhost_device_when_it_has_a_drill_then_its_commands_meet_it(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    data = rng.integers(0, 256, 64 << 10, dtype=np.uint8)
+    with VhostPeer(str(tmp_path / "s"), VhostScript(bytearray(SIZE_BYTES))), Session() as kv:
+        uri = f"drill+vhost:{tmp_path}/s?drill-delay-ms=1&drill-reorder=4&drill-corrupt=0.5&drill-on=reads"
+        device = kv.open_device(uri)
+        for _ in range(4):
+            write_blocks(device, 5, data, soon())
+            flush(device, soon())
+        wrong = [
+            int(
+                np.unpackbits(
+                    read_blocks(device, 5, len(data) // device.block_size_bytes, soon()) ^ data
+                ).sum()
+            )
+            for _ in range(16)
+        ]
+        assert set(wrong) == {0, 1}
 
 
 def test_device_when_its_drilled_name_owns_a_namespace_then_its_plain_name_is_locked_out(
