@@ -11,6 +11,7 @@ Threads: connect, attach and close from one thread at a time; admin commands fro
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import logging
 import threading
@@ -22,6 +23,7 @@ from kvdev.clock import NS_PER_MS, Deadline
 from kvdev.errors import (
     CommandError,
     ConnectError,
+    ConnectionLostError,
     DeadlineError,
     KvdevError,
     ProtocolError,
@@ -33,7 +35,7 @@ from kvdev.initiator import limits
 from kvdev.initiator.authenticate import HostAuthenticator
 from kvdev.initiator.cancel import CancelToken
 from kvdev.initiator.channel import LOG_CHUNK_SIZE_BYTES, AdminChannel, sooner
-from kvdev.initiator.failure import connect_refused, with_remedy
+from kvdev.initiator.failure import connect_refused, is_controller_gone, with_remedy
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.options import ControllerOptions
 from kvdev.initiator.resolve import resolve
@@ -284,6 +286,14 @@ class Controller:
         )
         completion = qpair.execute(command.to_sqe().build(), data=data.build(), is_write=True, deadline=limit)
         if not completion.is_success:
+            if not is_admin and is_controller_gone(completion):
+                # Whatever DNR says: the association ended between its admin queue and this one, and a new one may do.
+                raise ConnectionLostError(
+                    f"{qpair.where}: connect: controller 0x{self.cntlid:04x} is gone: its association has ended "
+                    f"meanwhile; connect again",
+                    errno=errno.ENOTCONN,
+                    trid=self.where,
+                )
             raise connect_refused(
                 completion,
                 where=qpair.where,

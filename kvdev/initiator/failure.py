@@ -28,6 +28,14 @@ def connect_refused(
     )
 
 
+def is_controller_gone(completion: Completion) -> bool:
+    """Whether a Connect was refused because of its CNTLID: of an I/O queue, there is no such controller any more."""
+    return (
+        completion.status & STATUS_CODE_MASK == FabricsStatus.CONNECT_INVALID_PARAMETERS
+        and InvalidParameter.parse(completion.dw0).field == "cntlid"
+    )
+
+
 def _connect_remedy(completion: Completion, *, subnqn: str, host_nqn: str, address: TcpAddress) -> str:
     code = completion.status & STATUS_CODE_MASK
     if code == FabricsStatus.CONNECT_INVALID_PARAMETERS:
@@ -37,7 +45,7 @@ def _connect_remedy(completion: Completion, *, subnqn: str, host_nqn: str, addre
             "hostnqn": f"the host NQN {host_nqn} is not accepted; add it to the allow list of {subnqn}, "
             "or connect as a host on it (--host-nqn)",
             "hostid": "another host NQN uses this host id; give this host its own",
-            "cntlid": "the controller is gone; connect again",
+            "cntlid": "ask for any controller",
             "qid": "ask for fewer I/O queues",
             "sqsize": "ask for a smaller queue depth",
             "kato": "ask for another keep alive timeout",

@@ -1043,7 +1043,9 @@ class TargetService:
     ) -> Answer | None:
         controller = state.controllers.get(data.cntlid)
         if controller is None or controller.is_discovery:
-            return _invalid("cntlid")
+            # It may have ended this moment, by its keep alive or a restart: a new association is the remedy, not
+            # none any more, which hosts make of DNR here.
+            return _invalid("cntlid", is_final=False)
         if data.hostnqn != controller.host_nqn:
             return _invalid("hostnqn")
         if data.hostid != controller.host_id.bytes:
@@ -1095,5 +1097,6 @@ def _cntlids(state: _SubsystemState) -> dict[uuid_module.UUID, int]:
     return found
 
 
-def _invalid(parameter: str) -> Answer:
-    return refused(FabricsStatus.CONNECT_INVALID_PARAMETERS, dw0=InvalidParameter.of(parameter).build())
+def _invalid(parameter: str, *, is_final: bool = True) -> Answer:
+    dw0 = InvalidParameter.of(parameter).build()
+    return refused(FabricsStatus.CONNECT_INVALID_PARAMETERS, dw0=dw0, is_final=is_final)

@@ -24,10 +24,14 @@ from kvdev.initiator.options import ControllerOptions, LostWrites
 from kvdev.initiator.path import FIRST_DELAY_S, JITTER, PathStage
 from kvdev.session import Session
 from kvdev.target.model import Transport
+from kvdev.testing.controller import ControllerScript
 from kvdev.testing.killable import KillableTarget, free_ports
+from kvdev.testing.peer import PduFromHost, PeerConnection, ScriptedPeer
 from kvdev.testing.proxy import Relay
 from kvdev.testing.recovery import WAIT_S, descriptor_count, nothing_left_over, soon, until, wait_event
 from kvdev.testing.target import RunningTarget, running_target
+from kvdev.wire.fabrics import ConnectCommand, FabricsType, InvalidParameter
+from kvdev.wire.nvme import CNTLID_DYNAMIC, STATUS_DNR, AdminOpcode, FabricsStatus, Sqe
 
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
 # The keep alive is so slow that a busy machine does not look like a lost connection.
@@ -101,6 +105,34 @@ def net() -> Iterator[Net]:
 
 def through(relay: Relay, target: RunningTarget) -> str:
     return f"tcp://127.0.0.1:{relay.port}/{target.nqn}"
+
+
+# ---- the association ends while it is being made ----
+
+
+def test_io_connect_when_its_controller_has_just_gone_then_a_new_association_is_made() -> None:
+    """The refusal says DNR, as that command can never succeed; another association can."""
+
+    def admin_count() -> int:
+        return sum(connect.cntlid == CNTLID_DYNAMIC for connect in script.connects)
+
+    def answer(connection: PeerConnection, pdu: PduFromHost, sqe: Sqe) -> bool:
+        is_connect = sqe.opc == AdminOpcode.FABRICS and sqe.fctype == FabricsType.CONNECT
+        if not is_connect or not ConnectCommand.from_sqe(sqe).qid or admin_count() not in (2, 3):
+            return False
+        status = FabricsStatus.CONNECT_INVALID_PARAMETERS | STATUS_DNR
+        connection.send_response(pdu, status=status, dw0=InvalidParameter.of("cntlid").build())
+        return True
+
+    script = ControllerScript(answer=answer)
+    with ScriptedPeer(script) as peer, Session(host=HOST, options=QUICK) as kv:
+        uri = f"tcp://127.0.0.1:{peer.port}/{script.identify.subnqn}"
+        device = kv.open_device(f"{uri}?nsid=1")
+        for connection in peer.connections:
+            connection.reset()
+        assert not read_blocks(device, 0, 4, soon()).any()
+        assert admin_count() == 4
+        assert kv.subsystem(uri).path_infos[0].stage is PathStage.LIVE
 
 
 # ---- the target comes back ----

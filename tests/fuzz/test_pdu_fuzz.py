@@ -31,7 +31,7 @@ CANARIES = {
     "data beyond the buffer": ("pdu.c", "if (end > cmd->length)", "if (0)"),
     "data for a write": ("pdu.c", "if (cmd->direction != KVDEV_DIR_C2H)\n", "if (0)\n"),
     "a gap in the data": ("pdu.c", "if (pdu->datao != cmd->received)", "if (0)"),
-    "tag 0": ("pdu.c", "ttag >= 1 && ttag <= count", "ttag <= count + 1"),
+    "tag 0": ("pdu.c", "ttag >= 1 && ttag <= count ? ttag - 1", "ttag <= count ? (ttag ? ttag - 1 : 0)"),
     "PLEN of data": ("pdu.c", "if (pdu->plen != whole)", "if (0)"),
     "more R2Ts than agreed": ("pdu.c", "if (cmd->r2t_count > maxr2t)", "if (0)"),
     "FES of a Term PDU": ("pdu.c", "kvdev_store_le16(buf + AT_FES, fault->fes);", ""),
