@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -110,7 +111,10 @@ def _parse_host_id(text: str, *, where: str) -> uuid.UUID:
 def _read_text(path: Path) -> str | None:
     """The file's text, None when it is not there."""
     try:
-        with path.open("rb") as file:
+        # Not blocking: of a pipe that nobody writes nothing would ever come.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UsageError(f"{path}: expected a regular file with the host identity; remove it")
             data = file.read(FILE_SIZE_BYTES_MAX + 1)
     except FileNotFoundError:
         return None

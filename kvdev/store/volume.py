@@ -8,6 +8,8 @@ Spec: docs/on-disk-format.md.
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +18,7 @@ from typing import get_args
 
 from kvdev.block.device import BlockDevice, aligned_buffer, flush, read_blocks, write_blocks
 from kvdev.block.drill import refuse_drill
+from kvdev.block.file import FileDevice
 from kvdev.block.stripe import StripeDevice, check_strip_size
 from kvdev.clock import Deadline, unix_time_s
 from kvdev.errors import CapacityError, CorruptionError, KvdevError, UnsupportedError, UsageError
@@ -663,6 +666,10 @@ def _identity_mark(member: BlockDevice) -> object:
     for value in (identity.nguid, identity.uuid, identity.eui64):
         if value is not None:
             return value
+    if isinstance(member, FileDevice):
+        # By whatever name: through links, or written another way.
+        found = os.fstat(member.fd)
+        return (found.st_rdev,) if stat.S_ISBLK(found.st_mode) else (found.st_dev, found.st_ino)
     return member.uri
 
 

@@ -33,6 +33,10 @@ class StateFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._last = b""
+        if Path(path).exists() and not Path(path).is_file():
+            raise UsageError(
+                f"state: {path}: expected a regular file or none, got something else; name another"
+            )
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock_fd = os.open(f"{path}.lock", flags, 0o600)

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvdev.clock import Deadline
+from kvdev.errors import UsageError
 from kvdev.initiator.host import HostIdentity
+from kvdev.initiator.host import _read_text as read_text
 from kvdev.initiator.options import IO_QUEUE_COUNT_MAX
 from kvdev.session import Session
+from kvdev_tools.exits import exit_code_of, shortage_of
 from kvdev_tools.main import run
 from kvdev_tools.rig import Rig, running_rig
 from kvdev_tools.trace import generate_trace
@@ -396,3 +399,45 @@ def test_target_serve_names_a_socket_in_use_and_a_bad_config(rig: tuple[Rig, str
     assert done.returncode == 2
     assert "config" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_numbers_that_are_none_and_limits_that_mean_nothing_are_2(
+    members: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = f"file:{members[0]}"
+    for command in (
+        ["drill", "--seconds", "nan", "--error", "0.5", device],
+        ["drill", "--timeout", "nan", "--error", "0.5", device],
+        ["doctor", "--timeout", "nan"],
+    ):
+        assert run(command) == 2
+        assert "not a number" in capsys.readouterr().err
+    assert run(["page", "ls", "--limit", "0", f"{volume_of(members)}#kv"]) == 2
+    assert "--limit" in capsys.readouterr().err
+
+
+def test_one_file_under_two_names_is_one_device(
+    members: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(members[0])
+    for other in (link, tmp_path / ".." / tmp_path.name / members[0].name):
+        uri = f"vol:file:{members[0]},file:{other}"
+        refused(capsys, 2, ["volume", "create", uri, "--name", "pool"], "are the same device")
+
+
+def test_a_pipe_in_a_files_place_is_refused_and_nothing_waits_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert run(["target", "serve", "--rpc-socket", str(tmp_path / "s"), "--state", str(pipe)]) == 2
+    assert "expected a regular file or none" in capsys.readouterr().err
+    assert not (tmp_path / "pipe.lock").exists()
+    with pytest.raises(UsageError, match="expected a regular file with the host identity"):
+        read_text(pipe)
+
+
+def test_a_library_that_finds_no_memory_is_no_bug() -> None:
+    error = ImportError("mtrand.so: failed to map segment from shared object")
+    assert (shortage_of(error) or "").startswith("memory: ") and exit_code_of(error) == 4

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvdev_tools.connect import FiniteRange
 from kvdev_tools.output import emit, json_option
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     help="Size of the staging arena to check for.",
 )
 @click.option("--rpc", "rpcs", metavar="PATH", multiple=True, help="An SPDK's RPC socket to check as well.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1, 600), default=5.0, show_default=True)
+@click.option("--timeout", "timeout_s", type=FiniteRange(0.1, 600), default=5.0, show_default=True)
 @json_option
 def doctor(arena: str, rpcs: tuple[str, ...], timeout_s: float, as_json: bool) -> int:
     """Check this host, or this container: kernel, memory, limits, sockets. Changes nothing.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvdev_tools.connect import host_options, make_session, operation_deadline, timeout_option
+from kvdev_tools.connect import FiniteRange, host_options, make_session, operation_deadline, timeout_option
 from kvdev_tools.output import Progress, emit, fields, json_option
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def fault_options(command: _Command) -> _Command:
 @fault_options
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.1, SECONDS_MAX),
+    type=FiniteRange(0.1, SECONDS_MAX),
     default=10.0,
     show_default=True,
     help="How long to read.",

@@ -23,12 +23,12 @@ def page() -> None:
 
 @page.command()
 @click.argument("uri", metavar="VOLUME#NAME")
-@click.option("--limit", type=click.IntRange(0), default=0, help="Show at most so many  [default: all]")
+@click.option("--limit", type=click.IntRange(1), help="Show at most so many  [default: all]")
 @host_options
 @timeout_option
 @json_option
 def ls(
-    uri: str, limit: int, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
+    uri: str, limit: int | None, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
 ) -> None:
     """List the keys of stored pages, most recently used first; safe while the namespace has an owner.
 
@@ -45,7 +45,7 @@ def ls(
             entries = opened.entries()
     total = len(entries)
     order = np.argsort(entries["last_use"], kind="stable")[::-1]
-    entries = entries[order[: limit or total]]
+    entries = entries[order[:limit]]
     pages: list[dict[str, Any]] = [
         {
             "key": bytes(entry["key"]).hex(),

@@ -74,13 +74,23 @@ def host_options(command: _Command) -> _Command:
     return command
 
 
+class FiniteRange(click.FloatRange):
+    """Numbers within limits; not a number is none, although it compares with nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return float(number)
+
+
 def timeout_option(command: _Command) -> _Command:
     """``--timeout``, passed as ``timeout_s``."""
     return click.option(
         "--timeout",
         "timeout_s",
         metavar="SECONDS",
-        type=click.FloatRange(0.1, TIMEOUT_S_MAX),
+        type=FiniteRange(0.1, TIMEOUT_S_MAX),
         default=TIMEOUT_S_DEFAULT,
         show_default=True,
         help="Longest wait for a target before giving up.",

@@ -79,6 +79,8 @@ def shortage_of(error: BaseException) -> str | None:
             return f"{where}: {os.strerror(link.errno)}; {_REMEDIES[link.errno]}"
         if isinstance(link, RuntimeError) and "start new thread" in str(link):
             return "threads: none can be started; free some memory, or raise `ulimit -u`"
+        if isinstance(link, ImportError) and "failed to map segment" in str(link):
+            return f"memory: {link}; {_REMEDIES[errno.ENOMEM]}"
         if link is None:
             return None
         link = link.__cause__ or link.__context__

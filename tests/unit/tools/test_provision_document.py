@@ -246,10 +246,16 @@ MISTAKES = {
         f'hosts:\n  gpu1: {{nqn: "{HOST_NQN}"}}\n  gpu0:\n',
         "is host gpu1's already",
     ),
+    "strip of a volume": (
+        "durability: none",
+        "durability: none\n    strip_size: 8MiB",
+        "strip_size: expected a power of two from 16 KiB to 4 MiB, got 8MiB",
+    ),
+    "a version that is no number": ("version: 1\n", "version: true\n", "version: expected 1, got true"),
     "tab": ("    rpc: /run/a", "\trpc: /run/a", "site.yaml:5:1: "),
     "merge": ("  array0:\n", "  array0:\n    <<: {rpc: /x}\n", "merge keys are not taken"),
     "tag": ("name: site", "name: !!python/name:os.system site", "no tags are taken"),
-    "line feed in a name": ("name: site", 'name: "site\\n"', "name: expected a match of"),
+    "line feed in a name": ("name: site", 'name: "site\\n"', "name: expected a name of up to 64 letters"),
 }
 
 
@@ -260,6 +266,57 @@ def test_a_mistake_is_named_with_its_place(mistake: str) -> None:
     text = refused(SITE.replace(old, new, 1))
     assert expected in text, text
     assert "\n" not in text
+
+
+BARE = f"""\
+version: 1
+name: bare
+targets:
+  array0:
+    rpc: /run/array0.sock
+    bdevs:
+      u0: {{malloc: {{size: 64MiB}}}}
+      u1: {{malloc: {{size: 64MiB}}}}
+    subsystems:
+      {NQN}:
+        hosts: [gpu0]
+        listeners: ["192.0.2.7:4420"]
+        namespaces: {{1: u0, 2: u1}}
+hosts:
+  gpu0:
+    nqn: {HOST_NQN}
+    engines:
+      llama: {{volume: pool, geometry: small, quota_per_rank: 16MiB, tensor_parallel: 2}}
+volumes:
+  pool:
+    members: [{{target: array0, subsystem: "{NQN}"}}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "u1: {malloc: {size: 64MiB}}",
+            "u1: {malloc: {size: 64MiB, block_size: 512}}",
+            "expected equal block sizes, got",
+        ),
+        (
+            "u1: {malloc: {size: 64MiB}}",
+            "u1: {malloc: {size: 4KiB}}",
+            "nsid=2: expected at least 4 strips of 128 KiB",
+        ),
+        ("quota_per_rank: 16MiB", "quota_per_rank: 1TiB", "holds, 128 MiB, got 1 TiB for each of 2 ranks"),
+        ("2: u1}", "33: u1}", "expected a namespace id up to max_namespaces 32, got 33"),
+    ],
+)
+def test_a_volume_that_its_members_cannot_hold_is_told_from_the_file(
+    old: str, new: str, expected: str
+) -> None:
+    load(BARE)
+    assert old in BARE
+    text = refused(BARE.replace(old, new, 1))
+    assert expected in text, text
 
 
 @pytest.mark.parametrize("size", range(0, len(SITE), 37))
@@ -275,7 +332,8 @@ def test_hostile_files_end_with_one_line(tmp_path: Path) -> None:
         f"{chr(98 + at)}: &{chr(98 + at)} [{','.join(['*' + chr(97 + at)] * 9)}]\n" for at in range(9)
     )
     assert "expected at most" in refused(bomb)
-    assert refused("[" * 100_000)
+    for deep in ("[" * 100_000, "{a: " * 100_000):
+        assert "expected at most 32 levels" in refused(f"version: {deep}")
     assert "expected a mapping" in refused("only text")
     assert "empty file" in refused("# nothing")
     with pytest.raises(UsageError, match="expected UTF-8"):

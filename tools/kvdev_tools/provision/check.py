@@ -5,15 +5,22 @@ Not here: reading the file (``document``); what runs (``spdk_rpc.plan``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvdev.errors import UsageError
+from kvdev.units import format_size
 from kvdev_tools.provision.source import Source
-from spdk_rpc.plan import Id, Kind
+from spdk_rpc.plan import Id, Kind, Resource
 from spdk_rpc.plan.resource import bdevs_claimed, bdevs_used, id_of_bdev, needs
 
 if TYPE_CHECKING:
-    from kvdev_tools.provision.document import Endpoint
+    from kvdev_tools.provision.document import Endpoint, EngineSpec, Member, ServedSubsystem, VolumeSpec
+
+NAMESPACES_DEFAULT = 32
+"""What SPDK takes for max_namespaces where the file says nothing."""
+STRIPS_MIN = 4
+"""Of a member: row 0 has the labels, and the directory has two copies with a strip between them."""
 
 
 class EndpointCheck:
@@ -101,7 +108,70 @@ class EndpointCheck:
             if own.kind is not Kind.NAMESPACE:
                 continue
             limit = self._state[Id(Kind.SUBSYSTEM, own.parent)].attributes.get("max_namespaces")
-            if limit is not None and int(own.name) > limit:
+            limit = NAMESPACES_DEFAULT if limit is None else limit
+            if int(own.name) > limit:
                 raise self._error(
                     own, f"expected a namespace id up to max_namespaces {limit}, got {own.name}"
                 )
+
+
+def check_volumes(
+    source: Source,
+    endpoints: Sequence[Endpoint],
+    subsystems: Mapping[str, ServedSubsystem],
+    volumes: Mapping[str, VolumeSpec],
+    engines: Sequence[EngineSpec],
+) -> None:
+    """What can be told of volumes and quotas before anything is made: the members that the file itself describes."""
+    states = {endpoint.name: endpoint.desired for endpoint in endpoints if endpoint.role == "target"}
+    for volume in volumes.values():
+        place = (*volume.path, "members")
+        known = [_described(member, subsystems, states) for member in volume.members]
+        block_sizes = {
+            member.uri: block for member, (block, _) in zip(volume.members, known, strict=True) if block
+        }
+        if len(set(block_sizes.values())) > 1:
+            listed = ", ".join(f"{uri} {size}" for uri, size in block_sizes.items())
+            raise source.error(place, f"expected equal block sizes, got {listed}")
+        least = STRIPS_MIN * volume.strip_size_bytes
+        for member, (_, size) in zip(volume.members, known, strict=True):
+            if size is not None and size < least:
+                raise source.error(
+                    place,
+                    f"{member.uri}: expected at least {STRIPS_MIN} strips of "
+                    f"{format_size(volume.strip_size_bytes)}, got {format_size(size)}",
+                )
+        sizes = [size for _, size in known if size is not None]
+        if len(sizes) == len(known):
+            _check_quotas(source, volume, min(sizes) * len(sizes), engines)
+
+
+def _check_quotas(source: Source, volume: VolumeSpec, size: int, engines: Sequence[EngineSpec]) -> None:
+    for engine in engines:
+        if engine.volume == volume.name and engine.quota_bytes is not None:
+            needed = engine.quota_bytes * len(engine.ranks)
+            if needed > size:
+                raise source.error(
+                    (*engine.path, "quota_per_rank"),
+                    f"expected at most what volume {volume.name} holds, {format_size(size)}, got "
+                    f"{format_size(engine.quota_bytes)} for each of {len(engine.ranks)} ranks",
+                )
+
+
+def _described(
+    member: Member, subsystems: Mapping[str, ServedSubsystem], states: Mapping[str, Mapping[Id, Resource]]
+) -> tuple[int | None, int | None]:
+    """Block size and bytes of a member, as far as the file says."""
+    served = subsystems.get(member.subsystem or "")
+    if served is None or member.nsid not in served.namespaces:
+        return None, None
+    namespace = served.namespaces[member.nsid]
+    if namespace.bdev is None:
+        return namespace.block_size, None
+    state = states.get(served.target, {})
+    provider = id_of_bdev(namespace.bdev, state)
+    if provider is None or provider.kind is not Kind.BDEV:
+        return None, None
+    given = state[provider].attributes
+    count = given.get("num_blocks")
+    return given.get("block_size"), None if count is None else count * given["block_size"]

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import quote
 
+from kvdev.block.stripe import STRIP_SIZE_BYTES_MAX, STRIP_SIZE_BYTES_MIN
 from kvdev.errors import UsageError
 from kvdev.geometry import Geometry
-from kvdev.units import KIB, MIB, is_power_of_two, parse_size
-from kvdev_tools.provision.check import EndpointCheck
+from kvdev.units import KIB, MIB, format_size, is_power_of_two, parse_size
+from kvdev_tools.provision.check import EndpointCheck, check_volumes
 from kvdev_tools.provision.schema import check_source
 from kvdev_tools.provision.source import Path_, Source, load_file
 from spdk_rpc.plan import Id, Kind, Resource, State
@@ -208,6 +209,7 @@ class _Builder:
         engines = list(self._engines(endpoints, volumes))
         for endpoint in endpoints:
             EndpointCheck(self._source, endpoint).run()
+        check_volumes(self._source, endpoints, self._subsystems, volumes, engines)
         return Deployment(
             name,
             self._source,
@@ -406,7 +408,9 @@ class _Builder:
                         (*path, "members"), f"{member.uri}: is a member of {used[member.uri]} already"
                     )
                 used[member.uri] = f"volume {name}"
-            strip = self._strip(value.get("strip_size"), (*path, "strip_size"))
+            strip = self._strip(
+                value.get("strip_size"), (*path, "strip_size"), STRIP_SIZE_BYTES_MIN, STRIP_SIZE_BYTES_MAX
+            )
             host = value.get("host")
             if host is not None and host not in self._host_nqns:
                 raise self._error((*path, "host"), f"{host!r}: expected an entry of hosts with an nqn")
@@ -494,10 +498,13 @@ class _Builder:
             raise self._error(path[:-1], "no host is allowed by the subsystems of all members")
         return chosen[0]
 
-    def _strip(self, given: Any, path: Path_) -> int:
+    def _strip(self, given: Any, path: Path_, least: int = 4 * KIB, most: int = 64 * MIB) -> int:
+        """SPDK's raid takes more sizes than a volume does."""
         size = STRIP_SIZE_DEFAULT if given is None else self._size(given, path)
-        if not is_power_of_two(size) or not 4 * KIB <= size <= 64 * MIB:
-            raise self._error(path, f"expected a power of two from 4KiB to 64MiB, got {given}")
+        if not is_power_of_two(size) or not least <= size <= most:
+            raise self._error(
+                path, f"expected a power of two from {format_size(least)} to {format_size(most)}, got {given}"
+            )
         return size
 
     def _engines(self, endpoints: list[Endpoint], volumes: dict[str, VolumeSpec]) -> Iterator[EngineSpec]:

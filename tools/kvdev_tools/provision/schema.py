@@ -29,6 +29,17 @@ def _object(required: tuple[str, ...] = (), **properties: Schema) -> dict[str, A
     return {**made, "required": list(required)} if required else made
 
 
+_SHAPES = {
+    NAME: "a name of up to 64 letters, digits, dots, underscores and hyphens",
+    SIZE: "a size such as 64KiB, 1.5TiB or 4096",
+    NQN: "an NQN such as nqn.2026-01.com.example:kv",
+    ADDRESS: "HOST:PORT such as 192.0.2.7:4420 or [2001:db8::7]:4420",
+    UUID: "a UUID such as 6f1d1a0e-5c55-5d0f-9c1b-6b7664657630",
+    "^/.": "an absolute path",
+}
+"""Patterns in words: nobody should have to read them."""
+
+
 def _named(values: Schema, names: str = NAME) -> dict[str, Any]:
     return {"type": "object", "propertyNames": {"pattern": names}, "additionalProperties": values}
 
@@ -301,7 +312,7 @@ def _faults(schema: Schema, value: Any, path: Path_) -> Iterator[tuple[Path_, st
     if "anyOf" in schema:
         yield from _any_of(schema["anyOf"], value, path)
         return
-    if "const" in schema and value != schema["const"]:
+    if "const" in schema and (value != schema["const"] or type(value) is not type(schema["const"])):
         yield path, f"expected {schema['const']}, got {_shown(value)}"
         return
     if "enum" in schema and value not in schema["enum"]:
@@ -348,10 +359,8 @@ def _text_faults(schema: Schema, value: str, path: Path_) -> Iterator[tuple[Path
     pattern = schema.get("pattern")
     if pattern is not None and not _matches(pattern, value):
         what = schema.get("description", "")
-        yield (
-            path,
-            f"expected a match of {pattern}{f' ({what.rstrip(chr(46))})' if what else ''}, got {value!r}",
-        )
+        shape = _SHAPES.get(pattern, f"a match of {pattern}")
+        yield path, f"expected {shape}{f' ({what.rstrip(chr(46))})' if what else ''}, got {value!r}"
 
 
 def _object_faults(schema: Schema, value: Mapping[str, Any], path: Path_) -> Iterator[tuple[Path_, str]]:

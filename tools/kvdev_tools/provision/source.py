@@ -86,6 +86,7 @@ def load_text(untrusted: bytes | str, filename: str = "file") -> Source:
     """Parse YAML. Raises UsageError with line and column."""
     try:
         text = untrusted.decode("utf-8") if isinstance(untrusted, bytes) else untrusted
+        _check_depth(text, filename)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
         raise UsageError(f"{filename}: expected UTF-8 text, byte {error.start} is none") from None
@@ -101,6 +102,20 @@ def load_text(untrusted: bytes | str, filename: str = "file") -> Source:
         raise UsageError(f"{filename}: expected a description of targets and hosts, got an empty file")
     builder = _Builder(filename)
     return Source(filename, builder.build(node, ()), builder.marks)
+
+
+def _check_depth(text: str, filename: str) -> None:
+    """Refuse deep nesting by the events, which come one by one: building the nodes takes minutes then."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            depth += 1
+            if depth > DEPTH_LIMIT:
+                mark = event.start_mark
+                where = filename if mark is None else f"{filename}:{mark.line + 1}:{mark.column + 1}"
+                raise UsageError(f"{where}: expected at most {DEPTH_LIMIT} levels")
+        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            depth -= 1
 
 
 class _Builder:
