@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -51,6 +51,7 @@ from kvdev.wire.log import DiscoveryEntry
 
 if TYPE_CHECKING:
     from kvdev.geometry import Geometry
+    from kvdev.pool.client import PoolStore
     from kvdev.store.namespace import KvNamespace
     from kvdev.store.volume import Volume
 
@@ -526,3 +527,36 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def open_pool(
+    path: str,
+    namespace: str,
+    *,
+    geometry: Geometry | None = None,
+    options: ControllerOptions | None = None,
+    arenas: Sequence[Arena] = (),
+    timeout_s: float = OPEN_TIMEOUT_S,
+    deadline: Deadline | None = None,
+) -> PoolStore:
+    """The page store of a KV namespace that the pool process at ``path`` owns.
+
+    The volume is opened as the pool's host, anew whenever the pool process is another one.
+
+    Args:
+        options: for the connections of NVMe/TCP members.
+        arenas: memory that pages will lie in; members that share memory are told of it.
+    """
+    from kvdev.pool.client import PoolFacts, PoolStore
+
+    def open_volume(facts: PoolFacts, limit: Deadline) -> tuple[Volume, Callable[[], None]]:
+        session = Session(host=HostIdentity.of(facts.host_nqn, host_id=facts.host_id), options=options)
+        try:
+            for arena in arenas:
+                session.share(arena, deadline=limit)
+            return session.open_volume(facts.volume_uri, deadline=limit), session.close
+        except BaseException:
+            session.close()
+            raise
+
+    return PoolStore(path, namespace, open_volume, geometry=geometry, timeout_s=timeout_s, deadline=deadline)

@@ -41,7 +41,7 @@ def check_free(record: Record, lease: Lease, members: Sequence[BlockDevice]) -> 
 def wait_fenced(lease: Lease, deadline: Deadline) -> None:
     """Return once nothing of the owner before can land any more; DeadlineError when that is too far."""
     pause = threading.Event()
-    while SYSTEM_CLOCK.monotonic_ns() < lease.fence_until_ns:
+    while not lease.is_fenced:
         deadline.check(f"{lease.what}: writes of the owner before may still land")
         pause.wait(min(FENCE_LOOK_S, deadline.remaining_s()))
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvdev.block.device import BlockDevice
-from kvdev.clock import BOOT_CLOCK, NS_PER_MS, Clock
+from kvdev.clock import BOOT_CLOCK, NS_PER_MS, SYSTEM_CLOCK, Clock
 from kvdev.errors import LeaseLostError, UsageError
 from kvdev.store.fence import Fence
 from kvdev.store.lock import boot_id, start_ticks
@@ -109,9 +109,16 @@ class Lease:
         self.clock = clock
         self.fence_until_ns = 0
         """When, by the monotonic clock, nothing of the owner before can land any more; nothing is written earlier."""
+        self.writers_gone: Callable[[], bool] = lambda: True
+        """Whether no process of this host writes any more under what the owner before granted."""
         self.lost_to = ""
         self._valid_until_ns = 0
         self._due_ns = 0
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether nothing of the owner before can land any more."""
+        return SYSTEM_CLOCK.monotonic_ns() >= self.fence_until_ns and self.writers_gone()
 
     def fields(self) -> dict[str, object]:
         """What the record says of this owner."""

@@ -33,6 +33,9 @@ LINGER_PAUSE_S = 0.01
 MEMBER_LOCK_OFFSET = 1 << 62
 """Locks on a member file lie far past its end, so that they meet nobody's lock on its bytes."""
 
+WRITER_LOCK_OFFSET = (1 << 62) + (1 << 20)
+"""Of those who write under grants, a byte for each KV namespace."""
+
 
 class LockHeldError(UsageError):
     """Another process owns it; ``pid`` is 0 when it cannot be told."""
@@ -133,6 +136,56 @@ class OwnerLock(_Locks):
         except BaseException:
             self.release()
             raise
+
+
+class WriterLock:
+    """Shared by the processes that write under an owner's grants, each as long as it has any.
+
+    The next owner writes nothing while one is held: a slot that looks free may be written under an old grant.
+    """
+
+    def __init__(self, key: str, *, members: Sequence[BlockDevice], byte: int) -> None:
+        """Nothing is held yet."""
+        self._path = runtime_folder() / f"{key}.lock"
+        self._members = [member for member in members if isinstance(member, FileDevice)]
+        self._byte = WRITER_LOCK_OFFSET + byte
+        self._fd = -1
+
+    def take(self) -> bool:
+        """False while a next owner looks; nothing is held then."""
+        self._fd = self._open()
+        places = [(self._fd, 0), *((member.fd, self._byte) for member in self._members)]
+        if all(_try_lock(fd, fcntl.F_RDLCK, offset) for fd, offset in places):
+            return True
+        self.drop()
+        return False
+
+    def drop(self) -> None:
+        """Everything written has ended; twice does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            for member in self._members:
+                if member.fd >= 0:
+                    _try_lock(member.fd, fcntl.F_UNLCK, self._byte)
+
+    def is_held_elsewhere(self) -> bool:
+        """Whether another process, or another opening of the devices, holds it."""
+        fd = self._open()
+        try:
+            is_free = _try_lock(fd, fcntl.F_WRLCK, 0)
+            for member in self._members if is_free else ():
+                is_free = is_free and _try_lock(member.fd, fcntl.F_WRLCK, self._byte)
+                _try_lock(member.fd, fcntl.F_UNLCK, self._byte)
+            return not is_free
+        finally:
+            os.close(fd)
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as failure:
+            raise UsageError(f"lock {self._path}: {os.strerror(failure.errno or 0)}") from failure
 
 
 class DevicesLock(_Locks):

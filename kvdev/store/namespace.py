@@ -114,6 +114,7 @@ class KvNamespace:
         lock: OwnerLock | None,
         lease: Lease | None = None,
         unix_s: Callable[[], int] = unix_time_s,
+        make_image: Callable[[int], Uint8Array] = table_buffer,
         deadline: Deadline,
     ) -> None:
         """Load the table and, as owner, take a new epoch; what the owner before may still write is waited for
@@ -128,6 +129,7 @@ class KvNamespace:
         if mode == "owner":
             lease = lease or Lease(what, fence=Fence())
         self._lease = lease
+        self._make_image = make_image
         self._is_settled = False
         self._unix_s = unix_s
         self._age_clock = 0
@@ -194,7 +196,7 @@ class KvNamespace:
             )
         self.page_io = page_io_of(self._io, record)
         block_bytes = self._io.block_size_bytes
-        blocks = table_buffer((record.table_block_count + record.spare_block_count) * block_bytes)
+        blocks = self._make_image((record.table_block_count + record.spare_block_count) * block_bytes)
         self._io.transfer(OPCODE_READ, record.table_slba, blocks, deadline)
         table_bytes = record.table_block_count * block_bytes
         self._image = blocks
@@ -272,7 +274,7 @@ class KvNamespace:
         return "" if self._lease is None else self._lease.fence.kind
 
     def _is_fence_ahead(self) -> bool:
-        return self._lease is not None and SYSTEM_CLOCK.monotonic_ns() < self._lease.fence_until_ns
+        return self._lease is not None and not self._lease.is_fenced
 
     def settle(self, *, deadline: Deadline) -> None:
         """Wait until nothing of the owner before can land any more, then become the owner on media.
@@ -314,6 +316,11 @@ class KvNamespace:
                     raise
                 log.warning("%s: lease: not renewed yet: %s", self.what, error)
                 lease.postpone()
+
+    def keep(self) -> None:
+        """Renew the lease if that is due; for an owner that may be idle for long."""
+        with self.mutex:
+            self._check_open()
 
     def note_failure(self, error: KvdevError | None) -> None:
         """Tell of a write that failed: a reservation conflict is how an owner learns that it was put out."""
@@ -756,12 +763,25 @@ class KvNamespace:
                 checkpoint_count=self.checkpoint_count,
             )
 
+    def no_members(self) -> MemberMask:
+        """A mask with a place for each member, none of them set."""
+        return self._io.no_members()
+
     def entries(self) -> EntryArray:
         """The live pages' entries, by slot."""
         with self.mutex:
             entries = self._index.table.entries()
             live: EntryArray = entries[entries["state"] == 1]
             return live
+
+    @property
+    def slot_count(self) -> int:
+        return self._record.slot_count
+
+    @property
+    def record_index(self) -> int:
+        """Place in the volume's directory."""
+        return self._record.record_index
 
     @property
     def table_slba(self) -> int:
@@ -808,11 +828,11 @@ class KvNamespace:
                 self.abandon()
 
     def _has_quarantine(self) -> bool:
-        """Whether anything that was lost may still land: then whoever opens next has to wait for it."""
+        """Whether anything that was lost, or is granted, may still land: then whoever opens next has to wait for it."""
         places = (self._lost_slots, self._journal.quarantine, self._table_io.quarantine)
         for each in places:
             each.release()
-        return any(len(each) for each in places)
+        return any(len(each) for each in places) or self._index.counts()[3] > 0
 
     def abandon(self) -> None:
         """Give the locks back and write nothing, as a crash would leave it."""

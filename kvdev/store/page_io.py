@@ -62,6 +62,10 @@ class PageIo:
         self._whole_blocks = page_size_bytes // io.block_size_bytes
         self._tail_bytes = page_size_bytes % io.block_size_bytes
 
+    def all_members(self) -> MemberMask:
+        """A mask of every member."""
+        return self._io.all_members()
+
     def read(
         self,
         grants: GrantArray,

@@ -24,7 +24,7 @@ from kvdev.clock import Deadline, unix_time_s
 from kvdev.errors import CapacityError, CorruptionError, KvdevError, UnsupportedError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.native.crc import crc32c
-from kvdev.native.index import format_table
+from kvdev.native.index import Uint8Array, format_table, table_buffer
 from kvdev.native.io import OPCODE_WRITE
 from kvdev.store.claim import claim, leave, wait_fenced
 from kvdev.store.directory import Directory
@@ -42,7 +42,7 @@ from kvdev.store.label import (
     parse_label,
 )
 from kvdev.store.lease import LEASE_MS_DEFAULT, Lease, OwnerIdentity
-from kvdev.store.lock import DevicesLock, OwnerLock
+from kvdev.store.lock import DevicesLock, OwnerLock, WriterLock
 from kvdev.store.media import NAME_BYTES, STRUCTURE_BYTES, UNIT_BYTES
 from kvdev.store.namespace import KvNamespace, Mode
 from kvdev.store.page_io import PageIo, page_io_of
@@ -415,6 +415,7 @@ class Volume:
         identity: OwnerIdentity | None = None,
         lease_ms: int = LEASE_MS_DEFAULT,
         unix_s: Callable[[], int] = unix_time_s,
+        make_image: Callable[[int], Uint8Array] = table_buffer,
         deadline: Deadline,
     ) -> KvNamespace:
         """Open a KV namespace as its owner, or as one of any number of readers and followers.
@@ -427,6 +428,7 @@ class Volume:
             identity: who the record says owns it; by default this process.
             lease_ms: how long others wait, where only time keeps an owner out.
             unix_s: the clock by which pages grow old, where they do.
+            make_image: memory for the table, by its size in bytes; zeroed, at the start of a page.
         """
         if mode not in get_args(Mode):
             names = ", ".join(repr(name) for name in get_args(Mode))
@@ -445,6 +447,9 @@ class Volume:
                 self._check_still_there(info.record, what, deadline)
                 lease = Lease(what, fence=Fence(self.members), identity=identity, lease_ms=lease_ms)
                 claim(self.directory, index, lease, self.members, takeover=takeover, deadline=deadline)
+                if lease.fence.kind != "reservation":
+                    writers = self.writer_lock(info.record)
+                    lease.writers_gone = lambda: not writers.is_held_elsewhere()
             return KvNamespace(
                 self.io,
                 self.directory,
@@ -454,6 +459,7 @@ class Volume:
                 lock=lock,
                 lease=lease,
                 unix_s=unix_s,
+                make_image=make_image,
                 deadline=deadline,
             )
         except BaseException:
@@ -472,6 +478,12 @@ class Volume:
             eviction_policy=model.eviction_policy,
             ttl_s=model.ttl_s,
             deadline=deadline,
+        )
+
+    def writer_lock(self, record: Record) -> WriterLock:
+        """What a process holds while it writes under grants of a KV namespace's owner."""
+        return WriterLock(
+            f"writers-{record.namespace_uuid.hex()}", members=self.members, byte=record.record_index
         )
 
     def open_page_io(self, name: str, *, deadline: Deadline) -> PageIo:

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "pool": {"store", "block", "native"},
     "tier": {"store", "block", "native", "staging"},
     "cluster": {"store", "pool", "block", "native"},
-    "session": {"wire", "block", "native", "initiator", "vhost", "store", "staging"},
+    "session": {"wire", "block", "native", "initiator", "vhost", "store", "staging", "pool"},
 }
 
 

@@ -36,6 +36,7 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "volume": ("kvdev_tools.cmd_volume", "volume", "Make and inspect RAID0 volumes."),
     "namespace": ("kvdev_tools.cmd_namespace", "namespace", "Make and inspect KV namespaces of a volume."),
     "page": ("kvdev_tools.cmd_page", "page", "List and verify stored pages."),
+    "pool": ("kvdev_tools.cmd_pool", "pool", "Own KV namespaces for all engine processes of this host."),
     "provision": ("kvdev_tools.cmd_provision", "provision", "Make targets, hosts and volumes from one file."),
     "key": ("kvdev_tools.cmd_key", "key", "Make and check secrets for authentication."),
     "drill": ("kvdev_tools.cmd_drill", "drill", "Let faults happen on a device, and watch it under reads."),
