@@ -152,6 +152,7 @@ def served(volume: str, tmp_path: Path) -> Iterator[ServerThread]:
 
 def pool_process(volume: str, path: Path, *options: str) -> subprocess.Popen[bytes]:
     ready = path.with_suffix(".ready")
+    ready.unlink(missing_ok=True)
     arguments = ["pool", "serve", f"{volume}#kv", "--socket", str(path), "--ready-file", str(ready), *options]
     child = subprocess.Popen([sys.executable, "-m", "kvdev_tools.main", *arguments])
     wait_for(lambda: ready.exists() or child.poll() is not None)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvdev.clock import Deadline
+from kvdev.pool import PoolServer
+from kvdev.pool.service import PoolService
 from kvdev.session import Session
 from kvdev_tools.content import PageContent, request_keys
 from kvdev_tools.main import run
@@ -217,3 +221,31 @@ def test_discover_and_identify_have_the_documented_keys(
     for arguments in (["discover", address], ["identify", uri]):
         assert run([*arguments, *HOST]) == 0
         assert uri in (out := capsys.readouterr().out) or "serial_number" in out
+
+
+def test_pool_status_has_the_documented_keys(
+    volume: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(capsys, "volume", "create", volume, "--name", "pool")
+    call(capsys, "namespace", "create", f"{volume}#kv", *TINY, "--quota-pages", "20")
+    path = str(tmp_path / "pool.sock")
+    stop = threading.Event()
+    with Session() as session:
+        service = PoolService(session.open_volume(volume), "kv", deadline=Deadline.after(60))
+        server = PoolServer(path, [service], volume_uris=[volume], host={})
+        thread = threading.Thread(target=server.serve, args=(stop.is_set,))
+        thread.start()
+        try:
+            found = call(capsys, "pool", "status", "--socket", path)
+            assert run(["pool", "status", "--socket", path]) == 0
+            assert "pid" in capsys.readouterr().out
+        finally:
+            stop.set()
+            thread.join(60)
+            server.close()
+            service.close(Deadline.after(60))
+    assert keys_of(found) == documented("pool status")
+    assert run(["pool", "status", "--socket", path]) == 3
+    assert "start it with `kvdev pool serve`" in capsys.readouterr().err
+    assert run(["pool", "serve", "vol:mem:m?size=4MiB#kv", "--socket", path]) == 2
+    assert "expected devices that other processes reach as well" in capsys.readouterr().err
