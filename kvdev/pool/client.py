@@ -87,6 +87,8 @@ class _Attachment:
             self.geometry = Geometry.from_dict(facts["geometry"])
             self.quota_pages = int(facts["quota_pages"])
             self.batch_limit = int(facts["batch_limit"])
+            # Where only time keeps a lost owner out, grants end with its lease: a third of it may be over already.
+            self.write_limit_s = int(facts["lease_ms"]) / 1500 if facts["fence"] == "time" else None
             self.view = PageView(
                 self.link.table,
                 self.link.hints,
@@ -323,6 +325,8 @@ class PoolStore:
         if attached is None:
             raise ConnectionLostError(f"{self.what}: the pool process at {self.path} is away", trid=self.path)
         self._take_writer_lock(attached)
+        if attached.write_limit_s is not None and attached.write_limit_s < deadline.remaining_s():
+            deadline = Deadline.after(attached.write_limit_s, clock=deadline.clock)
         try:
             grants = self.reserve(keys, deadline=deadline)
             sent_ns = SYSTEM_CLOCK.monotonic_ns()

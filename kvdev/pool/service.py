@@ -85,6 +85,8 @@ class PoolService:
             "block_size_bytes": self.volume.block_size_bytes,
             "slot_count": namespace.slot_count,
             "seed": self.seed,
+            "fence": namespace.fence_kind,
+            "lease_ms": namespace.lease_ms,
             "table_bytes": self.table.array.nbytes,
             "hint_bytes": self.hints.array.nbytes,
         }

@@ -273,6 +273,11 @@ class KvNamespace:
         """What keeps an owner out that lost its lease: ``reservation``, ``time`` or ``lock``; empty for readers."""
         return "" if self._lease is None else self._lease.fence.kind
 
+    @property
+    def lease_ms(self) -> int:
+        """How long this owner may write after it last renewed; 0 for readers."""
+        return 0 if self._lease is None else self._lease.lease_ms
+
     def _is_fence_ahead(self) -> bool:
         return self._lease is not None and not self._lease.is_fenced
 
