@@ -130,6 +130,7 @@ bench: setup ## the benchmarks; leave the machine alone meanwhile
 	$(PY) bench/kernels.py
 	$(PY) bench/datapath.py
 	$(PY) bench/store.py
+	$(PY) bench/policies.py
 	$(PY) bench/local.py
 	$(PY) bench/reconnect.py
 
