@@ -322,7 +322,7 @@ def test_changes_in_place_and_a_member_that_goes_and_comes_back(
         deadline = Deadline.after(30)
         while any(each["name"] == "R0" for each in client.call("bdev_get_bdevs")):
             deadline.check("the raid to notice")
-    shown = call(capsys, "status", file)
+    shown = call(capsys, "status", file, code=3)
     health = {each["nsid"]: each["health"] for each in shown["targets"][0]["subsystems"][0]["namespaces"]}
     assert health[3] == "missing" and shown["hosts"][0]["raids"][0]["health"] != "ok"
     done = call(capsys, "apply", file)
