@@ -58,6 +58,7 @@ class Flatness:
 
     def __init__(self, subsystem: Subsystem) -> None:
         self._subsystem = subsystem
+        gc.collect()  # what earlier tests left to the collector would go meanwhile, and hide as much
         self._descriptors = descriptor_count()
         self._resident: list[int] = []
 
@@ -65,8 +66,8 @@ class Flatness:
         """Wait until all is connected again and what is closing has gone; the figures."""
         assert self._subsystem.wait_paths(2, deadline=soon())
         until(
-            lambda: descriptor_count() == self._descriptors,
-            f"the {self._descriptors} descriptors of the start",
+            lambda: descriptor_count() <= self._descriptors,
+            f"no more than the {self._descriptors} descriptors of the start",
             seconds=seconds,
         )
         resident = resident_bytes()
