@@ -66,6 +66,8 @@ drill_log = logging.getLogger("kvdev.drill")
 
 OPEN_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
+INTERRUPTED_CLOSE_TIMEOUT_S = 1.0
+"""All orderly shutdowns together after an interrupt: much for a peer that answers, bearable for a dead one."""
 QUEUE_CAPACITY_COUNT = 16384
 """Commands outstanding over all NVMe/TCP devices of a session: 2 GiB in strips of 128 KiB."""
 
@@ -526,7 +528,8 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        is_interrupted = error is not None and not isinstance(error, Exception)
+        self.close(Deadline.after(INTERRUPTED_CLOSE_TIMEOUT_S) if is_interrupted else None)
 
 
 def open_pool(

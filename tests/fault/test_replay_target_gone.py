@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,12 @@ NQN = "nqn.2026-01.io.kvdev:gone"
 HOST = ["--host-nqn", "nqn.2014-08.org.nvmexpress:uuid:0e7d5c1a-6a0f-4a53-8f0e-1f2f3c4d5e6f"]
 TINY = ["--layers", "1", "--kv-heads", "1", "--head-size", "4"]
 PAGES_MIN = 20
+PATIENCE_S = 40
+"""Far more than it takes, far less than ``COMMAND_TIMEOUT_S``, which an orderly close would wait for."""
+COMMAND_TIMEOUT_S = 300
+STILL_S = 0.5
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+LINES = {signal.SIGINT: "kvdev: interrupted", signal.SIGTERM: "kvdev: terminated"}
 
 
 class FileTarget:
@@ -201,3 +209,97 @@ def test_replay_runs_beside_a_folder_named_like_the_package(
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     assert run(["replay", *TINY, "--requests", "2", "--json"]) == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["mismatches"] == 0
+
+
+def start_replay(folder: Path, arguments: list[str], *, request_count: int) -> subprocess.Popen[bytes]:
+    """A replay that keeps its files in a folder of ours and does not end by itself."""
+    command = [sys.executable, "-m", "kvdev_tools.main", "replay", *arguments, *TINY]
+    return subprocess.Popen(
+        [*command, "--requests", str(request_count), "--timeout", str(COMMAND_TIMEOUT_S)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(folder)},
+        start_new_session=True,
+    )
+
+
+def progress_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("kvdev-replay-*/progress"))
+
+
+def wait_until_running(replay: subprocess.Popen[bytes], folder: Path) -> None:
+    limit = Deadline.after(120)
+    while not progress_bytes(folder):
+        assert replay.poll() is None
+        assert not limit.is_expired
+
+
+def wait_until_stuck(replay: subprocess.Popen[bytes], folder: Path) -> None:
+    """Until no request ends any more."""
+    limit, before, pause = Deadline.after(60), -1, threading.Event()
+    while (now := progress_bytes(folder)) != before:
+        assert replay.poll() is None
+        assert not limit.is_expired
+        before = now
+        pause.wait(STILL_S)
+
+
+def interrupt(replay: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    replay.send_signal(number)
+    _, errors = replay.communicate(timeout=PATIENCE_S)
+    assert errors.decode().strip() == LINES[number]
+    assert replay.returncode == CODES[number]
+
+
+def end(replay: subprocess.Popen[bytes]) -> None:
+    if replay.poll() is None:
+        replay.kill()
+        replay.communicate()
+
+
+@pytest.mark.parametrize("number", list(CODES))
+def test_interrupt_does_not_wait_for_a_target_that_does_not_answer(
+    number: signal.Signals, target: FileTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    volume, folder = target.start(), tmp_path / "client"
+    folder.mkdir()
+    assert run(["volume", "create", volume, "--name", "pool", *HOST]) == 0
+    assert run(["namespace", "create", f"{volume}#kv", *TINY, *HOST]) == 0
+    replay = start_replay(folder, [f"{volume}#kv", *HOST], request_count=20000)
+    try:
+        wait_until_running(replay, folder)
+        assert target.child is not None
+        target.child.send_signal(signal.SIGSTOP)
+        wait_until_stuck(replay, folder)
+        interrupt(replay, number)
+    finally:
+        end(replay)
+        target.kill()
+    assert list(folder.iterdir()) == []
+
+    volume = target.start()
+    capsys.readouterr()
+    assert run(["page", "verify", f"{volume}#kv", "--json", *HOST]) == 0
+    verified = json.loads(capsys.readouterr().out)
+    assert verified["pages_damaged"] == 0
+    assert verified["pages_checked"] > 0
+
+
+def test_interrupt_does_not_wait_for_an_embedded_target_that_does_not_answer(tmp_path: Path) -> None:
+    replay, children = start_replay(tmp_path, ["--embedded"], request_count=5000), []
+    try:
+        wait_until_running(replay, tmp_path)
+        children = Path(f"/proc/{replay.pid}/task/{replay.pid}/children").read_text().split()
+        assert len(children) == 1
+        os.kill(int(children[0]), signal.SIGSTOP)
+        wait_until_stuck(replay, tmp_path)
+        interrupt(replay, signal.SIGTERM)
+        is_left = Path(f"/proc/{children[0]}").exists()
+    finally:
+        end(replay)
+        # Where the replay did not end it, it still stands, and would for good.
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    assert not is_left
+    assert list(tmp_path.iterdir()) == []

@@ -25,6 +25,8 @@ from kvdev.uri import KvNamespaceUri, VolumeUri, parse_kv_namespace_uri
 from kvdev_tools.connect import operation_deadline
 from kvdev_tools.rig import BLOCK_SIZE_BYTES
 
+INTERRUPTED_TIMEOUT_S = 1.0
+"""For the orderly close after Ctrl-C or SIGTERM: much for a target that answers, bearable for one that does not."""
 CREATE_TIMEOUT_FACTOR = 4
 """Making a volume and a namespace on it takes several steps, each within the timeout."""
 
@@ -88,7 +90,7 @@ def opened_namespace(
     geometry: Geometry | None = None,
     timeout_s: float,
 ) -> Iterator[tuple[Volume, KvNamespace]]:
-    """An open KV namespace; closed in order, or given up at once when its devices are out of reach."""
+    """An open KV namespace; closed in order, soon after an interrupt, or given up when its devices are out of reach."""
     if isinstance(uri, str):
         uri = parse_kv_namespace_uri(uri)
     volume = open_volume(session, uri.volume, deadline=operation_deadline(timeout_s))
@@ -101,9 +103,11 @@ def opened_namespace(
         # What was flushed is there on reopen; waiting for a dead peer again would gain nothing.
         namespace.abandon()
         raise
-    except BaseException:
+    except BaseException as error:
+        # Who interrupts does not wait: what was flushed is there on reopen, closed in order or not.
+        limit_s = timeout_s if isinstance(error, Exception) else min(timeout_s, INTERRUPTED_TIMEOUT_S)
         with contextlib.suppress(KvdevError):
-            namespace.close(deadline=operation_deadline(timeout_s))
+            namespace.close(deadline=operation_deadline(limit_s))
         raise
     namespace.close(deadline=operation_deadline(timeout_s))
 

@@ -24,6 +24,8 @@ START_TIMEOUT_S = 30.0
 RPC_TIMEOUT_S = 120.0
 """Creating a bdev touches all of its memory."""
 SUBNQN = "nqn.2026-01.io.kvdev:replay"
+INTERRUPTED_STOP_TIMEOUT_S = 1.0
+"""After an interrupt nobody waits for a target that does not answer; what it keeps is of no use without us."""
 BLOCK_SIZE_BYTES = 4096
 _STDERR_TAIL_BYTES = 4096
 
@@ -146,12 +148,12 @@ class Rig:
             if name in stats
         ]
 
-    def close(self) -> None:
-        """Stop the target and remove its files; bounded, and safe to call at any point."""
+    def close(self, *, timeout_s: float = process.STOP_TIMEOUT_S) -> None:
+        """Stop the target, by force once the time is over, and remove its files; safe to call at any point."""
         if self._client is not None:
             self._client.close()
         if self._process is not None:
-            process.stop(self._process)
+            process.stop(self._process, timeout_s=timeout_s)
         self._remove_files()
         self._folder.cleanup()
 
@@ -161,7 +163,8 @@ class Rig:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        is_interrupted = value is not None and not isinstance(value, Exception)
+        self.close(timeout_s=INTERRUPTED_STOP_TIMEOUT_S if is_interrupted else process.STOP_TIMEOUT_S)
 
 
 @contextlib.contextmanager
