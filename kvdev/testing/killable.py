@@ -125,7 +125,7 @@ class KillableTarget:
             return
         with contextlib.suppress(ProcessLookupError):
             self.child.kill()
-        self.child.wait(10)
+        self.child.wait(60)
         self.child = None
 
     def pause(self) -> None:

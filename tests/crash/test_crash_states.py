@@ -54,7 +54,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def deadline() -> Deadline:
-    return Deadline.after(30)
+    return Deadline.after(120)
 
 
 def page_of(number: int, version: int) -> Bytes:

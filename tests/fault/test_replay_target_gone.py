@@ -25,7 +25,7 @@ NQN = "nqn.2026-01.io.kvdev:gone"
 HOST = ["--host-nqn", "nqn.2014-08.org.nvmexpress:uuid:0e7d5c1a-6a0f-4a53-8f0e-1f2f3c4d5e6f"]
 TINY = ["--layers", "1", "--kv-heads", "1", "--head-size", "4"]
 PAGES_MIN = 20
-PATIENCE_S = 40
+PATIENCE_S = 120
 """Far more than it takes, far less than ``COMMAND_TIMEOUT_S``, which an orderly close would wait for."""
 COMMAND_TIMEOUT_S = 300
 STILL_S = 0.5
@@ -66,7 +66,7 @@ class FileTarget:
         arguments = ["target", "serve", "--rpc-socket", str(sock)]
         arguments += ["--config", str(config), "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
         self.child = process.start("kvdev_tools.main", arguments, stdout=subprocess.DEVNULL)
-        limit = Deadline.after(30)
+        limit = Deadline.after(120)
         while not ready.exists():
             assert self.child.poll() is None
             assert not limit.is_expired
@@ -80,7 +80,7 @@ class FileTarget:
     def kill(self) -> None:
         assert self.child is not None
         self.child.send_signal(signal.SIGKILL)
-        self.child.wait(10)
+        self.child.wait(60)
 
     def close(self) -> None:
         if self.child is not None:
@@ -118,7 +118,7 @@ def test_target_killed_mid_run_is_3_and_flushed_pages_are_there_on_reopen(
                 assert replay.poll() is None
                 assert not limit.is_expired
             target.kill()
-            code = replay.wait(30)
+            code = replay.wait(120)
         finally:
             process.stop(replay)
     lines = (tmp_path / "err").read_text().splitlines()
@@ -155,7 +155,7 @@ def test_interrupt_ends_the_replay_and_its_children(options: list[str], tmp_path
         pids = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
         assert len(pids) == 1 + len(options)
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=30)
+        _, errors = child.communicate(timeout=120)
     finally:
         if child.poll() is None:
             child.kill()
@@ -189,7 +189,7 @@ def test_client_killed_by_somebody_is_named_with_the_signal(tmp_path: Path) -> N
             pid for pid in children if b"kvdev_tools.client" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         os.kill(int(client), signal.SIGKILL)
-        _, errors = replay.communicate(timeout=30)
+        _, errors = replay.communicate(timeout=120)
     finally:
         replay.kill()
         replay.communicate()
