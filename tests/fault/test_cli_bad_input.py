@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -441,3 +442,27 @@ def test_a_pipe_in_a_files_place_is_refused_and_nothing_waits_for_it(
 def test_a_library_that_finds_no_memory_is_no_bug() -> None:
     error = ImportError("mtrand.so: failed to map segment from shared object")
     assert (shortage_of(error) or "").startswith("memory: ") and exit_code_of(error) == 4
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "code", "part"),
+    [
+        (resource.RLIMIT_NOFILE, 10, 4, "ulimit -n"),
+        (resource.RLIMIT_FSIZE, 4096, 2, "ulimit -f"),
+    ],
+)
+def test_a_limit_that_the_embedded_target_meets_is_named_with_its_remedy(
+    limit: int, value: int, code: int, part: str, tmp_path: Path
+) -> None:
+    arguments = ["replay", *TINY, "--requests", "5", "--files", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvdev_tools.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(limit, (value, value)),
+    )
+    assert done.returncode == code, done.stderr
+    assert part in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []

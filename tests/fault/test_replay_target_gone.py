@@ -303,3 +303,30 @@ def test_interrupt_does_not_wait_for_an_embedded_target_that_does_not_answer(tmp
                 os.kill(int(pid), signal.SIGKILL)
     assert not is_left
     assert list(tmp_path.iterdir()) == []
+
+
+def test_embedded_target_killed_then_the_error_says_that_it_ended(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvdev_tools.main",
+        "replay",
+        *TINY,
+        "--requests",
+        "5000",
+        "--timeout",
+        "3",
+    ]
+    replay = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    try:
+        wait_until_running(replay, tmp_path)
+        (child,) = Path(f"/proc/{replay.pid}/task/{replay.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
+        _, errors = replay.communicate(timeout=120)
+    finally:
+        end(replay)
+    assert replay.returncode == 3
+    assert "embedded target: ended by SIGKILL while the replay ran" in errors.decode().splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from kvdev.errors import UsageError
+from kvdev.errors import ConnectError, KvdevError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.units import format_size
 from kvdev.uri import KvNamespaceUri, TcpUri, VolumeUri, parse_kv_namespace_uri
@@ -132,10 +132,11 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
             keys=session_keys(),
         )
         kills = 0
-        if settings.is_killed_halfway:
-            kills = run_clients(config, kill_after=needs.requests // 2, folder=folder)
-        else:
-            run_client(config)
+        with _target_named(rig):
+            if settings.is_killed_halfway:
+                kills = run_clients(config, kill_after=needs.requests // 2, folder=folder)
+            else:
+                run_client(config)
         totals = Totals.of(read_progress(Path(config.progress_path)))
         info = json.loads(Path(config.info_path).read_text())
         run = Run(
@@ -153,6 +154,18 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
             members=_members(info["members"], rig),
         )
     return totals, run
+
+
+@contextlib.contextmanager
+def _target_named(rig: Rig | None) -> Iterator[None]:
+    """Where our own target has ended, that is what went wrong, whatever its client met then."""
+    try:
+        yield
+    except KvdevError as error:
+        how = None if rig is None else rig.end_text()
+        if how is None:
+            raise
+        raise ConnectError(f"embedded target: {how} while the replay ran; run it again ({error})") from error
 
 
 @contextlib.contextmanager

@@ -6,7 +6,9 @@ Not here: the target (``kvdev.target``); volumes on its namespaces (``kvdev.stor
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -15,9 +17,10 @@ from pathlib import Path
 from types import TracebackType
 
 from kvdev.clock import Deadline
-from kvdev.errors import ConnectError, DeadlineError, UsageError
+from kvdev.errors import ConnectError, DeadlineError, KvdevError, UsageError
 from kvdev.uri import TcpAddress, TcpUri
 from kvdev_tools import process
+from kvdev_tools.exits import ExitCode
 from spdk_rpc import Client, RpcTransportError, SpdkRpc
 
 START_TIMEOUT_S = 30.0
@@ -73,7 +76,14 @@ class Rig:
         while not ready_path.exists():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = child.wait(0.02)
-                raise ConnectError(f"embedded target: ended with code {code}: {self._last_error()}")
+                # What it was refused for is what this command is refused for.
+                kinds: dict[int, type[KvdevError]] = {
+                    ExitCode.USAGE: UsageError,
+                    ExitCode.REFUSED: KvdevError,
+                }
+                raise kinds.get(code, ConnectError)(
+                    f"embedded target: ended with code {code}: {self._last_error()}"
+                )
             if limit.is_expired:
                 raise DeadlineError(
                     f"embedded target: not ready within {limit.elapsed_ms() / 1000:.0f} s: {self._last_error()}",
@@ -81,6 +91,15 @@ class Rig:
                     elapsed_ms=limit.elapsed_ms(),
                 )
         self._client = Client(socket_path, timeout_s=RPC_TIMEOUT_S)
+
+    def end_text(self) -> str | None:
+        """How the target ended; None while it runs."""
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            return None
+        if code >= 0:
+            return f"ended with code {code}: {self._last_error()}"
+        return f"ended by {signal.Signals(-code).name}"
 
     def _last_error(self) -> str:
         """The last line that the target wrote on stderr, of its own if there is one."""
@@ -132,7 +151,12 @@ class Rig:
                 self._files.append(path)
                 file.truncate(size_bytes)
         except OSError as error:
-            raise UsageError(f"files: {path}: {error.strerror}; name a folder that can be written") from error
+            remedy = (
+                "raise `ulimit -f`, or lower --capacity"
+                if error.errno == errno.EFBIG
+                else "name a folder that can be written"
+            )
+            raise UsageError(f"files: {path}: {error.strerror}; {remedy}") from error
 
     def _remove_files(self) -> None:
         for path in self._files:
