@@ -49,6 +49,8 @@ OP_COUNT = 120
 STATE_COUNT = int(
     os.environ.get("KVDEV_CRASH_STATES") or (200_000 if os.environ.get("KVDEV_LONG") else 4_000)
 )
+CASE_COUNT = 8 + 3
+"""Among so many: cuts with and without faults on 1 to 4 members, resizes on 1 to 3."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -311,7 +313,7 @@ def explore(history: History, *, state_limit: int = 1 << 30) -> tuple[int, str |
 def test_any_cut_when_reopened_gives_what_was_put_or_a_miss(
     member_count: int, has_faults: bool, seed: int
 ) -> None:
-    wanted = STATE_COUNT // 8
+    wanted = -(-STATE_COUNT // CASE_COUNT)
     count = histories = faults = 0
     while count < wanted:
         history = History(seed + histories, member_count, has_faults=has_faults)
@@ -329,7 +331,7 @@ def test_any_cut_of_a_resize_leaves_the_old_size_or_the_new_one_and_every_page(
     member_count: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    wanted = STATE_COUNT // 8
+    wanted = -(-STATE_COUNT // CASE_COUNT)
     count = histories = 0
     while count < wanted:
         history = History(seed + histories, member_count, op_count=60, resizes=True)
