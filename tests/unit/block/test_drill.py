@@ -147,9 +147,9 @@ def test_error_when_every_command_fails_then_the_device_sees_none() -> None:
 @pytest.mark.parametrize(("on", "fails"), [("reads", [True, False]), ("writes", [False, True])])
 def test_error_when_on_one_kind_then_the_other_passes(on: str, fails: list[bool]) -> None:
     device, _, _ = drilled(error=1.0, on=on)
-    got = []
+    got, buffer = [], aligned_buffer(BLOCK)
     for opcode in (OPCODE_READ, OPCODE_WRITE):
-        ios = transfer_ios(device, opcode, 0, address_of(aligned_buffer(BLOCK)), BLOCK)
+        ios = transfer_ios(device, opcode, 0, address_of(buffer), BLOCK)
         got.append(bool(run_batch(device.queue, ios, soon())["error"][0]))
     assert got == fails
 
