@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import resource
 import threading
 import uuid
 from collections.abc import Iterator
@@ -261,7 +260,7 @@ def test_close_when_target_is_gone_or_silent_then_bounded(net: Net, is_silent: b
 def test_controllers_when_a_hundred_wait_for_a_dead_port_then_each_waits_its_delay_and_holds_nothing() -> (
     None
 ):
-    """Nobody spins and nothing leaks; what it costs in CPU is a figure of ``bench/reconnect.py``, not of a test."""
+    """Nobody tries sooner and nothing leaks; what it costs in CPU is a figure of ``bench/reconnect.py``."""
     count, delay_s = 100, 10.0
     options = dataclasses.replace(QUICK, reconnect_delay_s=delay_s, ctrl_loss_tmo_s=600, kato_ms=60_000)
     with running_target(transport=Transport(max_queue_depth=16)) as target:
@@ -281,16 +280,12 @@ def test_controllers_when_a_hundred_wait_for_a_dead_port_then_each_waits_its_del
         until(lambda: min(attempts()) >= 3, "everyone has begun")
         started_ns = SYSTEM_CLOCK.monotonic_ns()
         first = attempts()
-        spent = resource.getrusage(resource.RUSAGE_SELF)
         until(lambda: min(attempts()) >= 5, "everyone goes on")
         last = attempts()
         elapsed_s = (SYSTEM_CLOCK.monotonic_ns() - started_ns) / 1e9
-        now = resource.getrusage(resource.RUSAGE_SELF)
         for begin, end in zip(first, last, strict=True):
             waits_s = [min(delay_s, FIRST_DELAY_S * 2.0 ** (index - 1)) for index in range(begin + 1, end)]
             assert sum(waits_s) * (1 - JITTER) <= elapsed_s
-        # A waiting loop would take a core whatever the machine's speed; this is far from it however slow it is.
-        assert (now.ru_utime - spent.ru_utime) + (now.ru_stime - spent.ru_stime) < elapsed_s / 3
         # One for the session's own wake-ups; the rest are attempts under way.
         assert descriptor_count() <= before + 1 + count
     finally:
