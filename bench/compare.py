@@ -166,25 +166,23 @@ class Side:
         used = [(b - a) / len(ios) for a, b in zip(before, after, strict=True)]
         return {"wall_ns": wall_ns / len(ios), "host_cpu_ns": used[0], "target_cpu_ns": used[1]}
 
-    def fill(self) -> None:
+    def _move_all(self, direction: str) -> None:
+        """Every block once, in order, to or from its own place in memory."""
         size = 128 * KIB
-        cell = Cell("write", size, 8, len(self.memory) // size)
+        cell = Cell(direction, size, 8, len(self.memory) // size)
         ios = self.commands(cell, 0)
         index = np.arange(cell.op_count, dtype=np.uint64)
         ios["slba"] = index * np.uint64(size // self.device.block_size_bytes)
         ios["buf_addr"] = np.uint64(address_of(self.memory)) + index * np.uint64(size)
         self._all(ios)
 
+    def fill(self) -> None:
+        self._move_all("write")
+
     def verify(self) -> str:
         """Read the blocks back into cleared memory; a hash of them, which must be the content's."""
         self.memory[:] = 0
-        size = 128 * KIB
-        cell = Cell("read", size, 8, len(self.memory) // size)
-        ios = self.commands(cell, 0)
-        index = np.arange(cell.op_count, dtype=np.uint64)
-        ios["slba"] = index * np.uint64(size // self.device.block_size_bytes)
-        ios["buf_addr"] = np.uint64(address_of(self.memory)) + index * np.uint64(size)
-        self._all(ios)
+        self._move_all("read")
         assert np.array_equal(self.memory, self.content), "a block differs from what was written"
         return hashlib.sha256(self.memory.tobytes()).hexdigest()
 

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvdev.block.device import BlockDevice
 from kvdev.block.reservation import ReservationControl, ReservationStatus, ReservationType
@@ -56,6 +56,12 @@ class Fence:
 
     def join(self, deadline: Deadline) -> None:
         """Register with every member that has reservations, and hold type 5 there; again, it changes nothing."""
+        for index, control, status in self._reports(deadline):
+            self._join(self._members[index], control, status, deadline)
+            self._controls[index] = control
+
+    def _reports(self, deadline: Deadline) -> Iterator[tuple[int, ReservationControl, ReservationStatus]]:
+        """The members that have reservations, each with what it says of them; the key is that of their host."""
         for index, member in enumerate(self._members):
             control = member.reservations
             if control is None:
@@ -66,8 +72,7 @@ class Fence:
                 continue
             self.host_id = control.host_id
             self.key = writer_key(self.host_id)
-            self._join(member, control, status, deadline)
-            self._controls[index] = control
+            yield index, control, status
 
     def _join(
         self, member: BlockDevice, control: ReservationControl, status: ReservationStatus, deadline: Deadline
@@ -124,16 +129,7 @@ class GuestFence(Fence):
     """For a change of the volume: registers where others hold a reservation, and takes none itself."""
 
     def join(self, deadline: Deadline) -> None:
-        for index, member in enumerate(self._members):
-            control = member.reservations
-            if control is None:
-                continue
-            try:
-                status = control.report(deadline)
-            except UnsupportedError:
-                continue
-            self.host_id = control.host_id
-            self.key = writer_key(self.host_id)
+        for index, control, status in self._reports(deadline):
             if status.reservation is RESERVATION_TYPE and status.registrant(self.host_id) is None:
                 control.register(self.key, deadline)
                 self._controls[index] = control
