@@ -193,11 +193,14 @@ class ThreadMeter:
 # --- fio -------------------------------------------------------------------------------------
 
 
-def measure_fio(file: Path, *, op_size_bytes: int, depth: int, seconds: float, seed: int) -> Sample:
+def measure_fio(
+    file: Path, *, op_size_bytes: int, depth: int, seconds: float, seed: int, is_huge: bool = False
+) -> Sample:
     command = [
         "fio", "--name=read", f"--filename={file}", "--rw=randread", "--ioengine=io_uring", "--direct=1",
         f"--bs={op_size_bytes}", f"--iodepth={depth}", "--time_based", f"--runtime={seconds}",
         f"--randseed={seed}", "--output-format=json", "--size=100%", "--thread",
+        f"--iomem={'mmaphuge' if is_huge else 'malloc'}",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60, check=True)
     job = json.loads(done.stdout)["jobs"][0]
@@ -269,7 +272,8 @@ def run_cell(
     ours, theirs = [], []
     for round_index in range(scale.round_count):
         shape: dict[str, Any] = {"op_size_bytes": op_size_bytes, "depth": depth, "seconds": scale.seconds}
-        theirs.append(measure_fio(file, **shape, seed=seed + round_index))
+        is_huge = bool(ways.get("is_huge"))
+        theirs.append(measure_fio(file, **shape, seed=seed + round_index, is_huge=is_huge))
         ours.append(measure_ours(socket, **shape, seed=seed + round_index, pid=pid, **ways))
     our_ops = statistics.median(sample.ops_per_s for sample in ours)
     fio_ops = statistics.median(sample.ops_per_s for sample in theirs)
