@@ -36,18 +36,14 @@ from kvdev.native.io import (
     IO_DONE_DTYPE,
     IO_DTYPE,
     IO_MAY_COPY,
-    OPCODE_COMPARE,
-    OPCODE_COPY,
-    OPCODE_DSM,
     OPCODE_FLUSH,
     OPCODE_READ,
-    OPCODE_VERIFY,
     OPCODE_WRITE,
-    OPCODE_WRITE_ZEROES,
     IoArray,
     IoDoneArray,
     address_of,
 )
+from kvdev.opcode import NvmOpcode, opcode_word
 
 POLL_COUNT_MAX = 4096
 """Completions taken by one poll unless the caller says otherwise: bounds the array a poll allocates."""
@@ -225,16 +221,6 @@ def status_fields(status: int) -> tuple[int, int, bool]:
     return (status >> 8) & 0x7, status & 0xFF, bool(status & 0x4000)
 
 
-_OPCODE_NAMES = {
-    OPCODE_FLUSH: "flush",
-    OPCODE_WRITE: "write",
-    OPCODE_READ: "read",
-    OPCODE_COMPARE: "compare",
-    OPCODE_WRITE_ZEROES: "write zeroes",
-    OPCODE_DSM: "deallocate",
-    OPCODE_VERIFY: "verify",
-    OPCODE_COPY: "copy",
-}
 _STATUS_NAMES = {
     (0, 0x02): "invalid field",
     (0, 0x04): "data transfer error",
@@ -260,9 +246,13 @@ _STATUS_NAMES = {
 """Words for the statuses an operator meets on reads and writes (Base 4.2.3)."""
 
 
+def _operation(opcode: int) -> str:
+    return opcode_word(opcode) if opcode in tuple(NvmOpcode) else f"opcode 0x{opcode:02x}"
+
+
 def error_of(*, error: int, status: int, opcode: int, slba: int, uri: str) -> KvdevError:
     """The exception that one failed command means; ``error`` is the completion's −errno."""
-    where = f"{uri}: {_OPCODE_NAMES.get(opcode, f'opcode 0x{opcode:02x}')} at LBA {slba}"
+    where = f"{uri}: {_operation(opcode)} at LBA {slba}"
     if error == -EUNCERTAIN:
         what = "fate unknown: it was sent and the connection lost; it may take effect until its controller is fenced"
         if opcode == OPCODE_FLUSH:
@@ -288,8 +278,7 @@ def error_of(*, error: int, status: int, opcode: int, slba: int, uri: str) -> Kv
             f"{where}: the namespace is gone, or another one has its id", errno=number, trid=uri
         )
     if number in (errno.ETIMEDOUT, errno.ECANCELED):
-        operation = _OPCODE_NAMES.get(opcode, f"opcode 0x{opcode:02x}")
-        return DeadlineError(f"{where}: no completion in time", operation=operation, trid=uri)
+        return DeadlineError(f"{where}: no completion in time", operation=_operation(opcode), trid=uri)
     if number in (errno.ENOSPC, errno.EDQUOT):
         # A sparse file, or a thin device, whose file system or pool is full.
         return CapacityError(f"{where}: {os.strerror(number)}; what is under the device is full")

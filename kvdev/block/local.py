@@ -32,6 +32,7 @@ from kvdev.native.io import (
     IoArray,
     IoDoneArray,
 )
+from kvdev.opcode import opcode_name
 
 STATUS_INVALID_OPCODE = 0x001
 STATUS_COMPARE_FAILURE = 0x285
@@ -194,7 +195,7 @@ def check_ios(device: BlockDevice, ios: IoArray) -> None:
     )
     for io in ranged[bad][:1]:
         raise UsageError(
-            f"{device.uri}: opcode 0x{io['opcode']:02x}: expected a payload of lba_count x "
+            f"{device.uri}: {opcode_name(int(io['opcode']), is_admin=False)}: expected a payload of lba_count x "
             f"{device.block_size_bytes} bytes, at most {device.max_transfer_bytes}, within {device.block_count} "
             f"blocks, got LBA {io['slba']}, {io['lba_count']} blocks, {io['byte_count']} bytes"
         )

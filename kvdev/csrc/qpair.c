@@ -23,7 +23,7 @@
 #define TERM_WAIT_NS 100000000ull     /* destroy waits so long for the peer to read our H2CTermReq and close */
 #define DRAIN_NS 30000000000ull       /* TCP 3.5: the controller closes within 30 s */
 #define CID_NONE 0xffffffffu
-#define OPC_KEEP_ALIVE 0x18
+#define OPCODE_NONE 0xffffffffu
 #define OPC_FABRICS 0x7f
 #define FCTYPE_AUTHENTICATION_RECEIVE 0x06
 #define STATUS_TRANSFER_ERROR 0x04    /* 00/04h Data Transfer Error */
@@ -298,6 +298,7 @@ static void fault_begin(struct kvdev_qpair *qp, uint32_t kind, int error, const 
     qp->fault.kind = kind;
     qp->fault.error = error;
     qp->fault.cid = CID_NONE;
+    qp->fault.opcode = OPCODE_NONE;
     qp->fault.at_ns = now_ns();
     name_copy(qp->fault.operation, sizeof qp->fault.operation, operation);
 }
@@ -791,12 +792,12 @@ uint64_t kvdev_qpair_deadlines(struct kvdev_qpair *qp, uint64_t now)
         if (req->state == REQUEST_FREE)
             continue;
         if (req->deadline_ns <= now) {
-            char operation[sizeof qp->fault.operation];
-            snprintf(operation, sizeof operation, "%s 0x%02x",
-                     !qp->params.qid && req->opcode == OPC_KEEP_ALIVE ? "keep alive" : "command", req->opcode);
             uint16_t cid = req->cid;
-            kvdev_qpair_kill(qp, KVDEV_FAULT_TIMEOUT, -ETIMEDOUT, operation);
+            uint8_t opcode = req->opcode;
+            kvdev_qpair_kill(qp, KVDEV_FAULT_TIMEOUT, -ETIMEDOUT, "command");
             qp->fault.cid = cid;
+            qp->fault.opcode = opcode;
+            qp->fault.is_admin = !qp->params.qid;
             qp->deadline_min_ns = UINT64_MAX;
             return UINT64_MAX;
         }

@@ -85,6 +85,8 @@ struct kvdev_qpair_fault {
     uint32_t fei;
     uint32_t field_offset;          /* in the PDU */
     uint32_t cid;                   /* of the command it happened on, or 0xffffffff */
+    uint32_t opcode;                /* of the command that was over its time, or 0xffffffff */
+    uint32_t is_admin;              /* that opcode is of the admin command set */
     uint64_t expected;
     uint64_t actual;
     uint64_t at_ns;

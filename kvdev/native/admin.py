@@ -30,6 +30,7 @@ from kvdev.native.queue import (
     info_from_core,
 )
 from kvdev.native.tls import TlsPump
+from kvdev.opcode import command_name
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class AdminQpair:
                 code,
                 None if code == -errno.ECHILD else self.fault,
                 where=self.qpair.where,
-                operation=f"opcode 0x{raw_sqe[0]:02x}",
+                operation=command_name(raw_sqe, is_admin=True),
                 elapsed_ms=deadline.elapsed_ms(),
             )
         return completion_from_bytes(bytes(ffi.buffer(cqe)))

@@ -49,6 +49,7 @@ from kvdev.native.io import (
 )
 from kvdev.native.tls import TlsHost, TlsInfo
 from kvdev.native.tls import info_from_core as tls_info_from_core
+from kvdev.opcode import command_name, opcode_name
 
 POLL_COUNT_MAX = 4096
 """Completions one poll returns unless the caller says otherwise: bounds the array it allocates."""
@@ -234,6 +235,8 @@ def fault_from_core(raw: Any) -> QpairFault | None:
         return None
     field = ffi.string(raw.field).decode("ascii", "replace")
     operation = ffi.string(raw.operation).decode("ascii", "replace")
+    if raw.opcode != 0xFFFFFFFF:
+        operation = opcode_name(raw.opcode, is_admin=bool(raw.is_admin))
     return QpairFault(
         kind=_FAULT_NAMES.get(raw.kind, str(raw.kind)),
         error=int(raw.error),
@@ -484,7 +487,7 @@ class HostQpair:
                 code,
                 self.fault,
                 where=self.where,
-                operation=f"opcode 0x{raw_sqe[0]:02x}",
+                operation=command_name(raw_sqe, is_admin=self.qid == 0),
                 elapsed_ms=deadline.elapsed_ms(),
             )
         return completion_from_bytes(bytes(ffi.buffer(cqe)))
@@ -1105,7 +1108,7 @@ class HostQueue:
                 code,
                 None,
                 where=where,
-                operation=f"opcode 0x{raw_sqe[0]:02x}",
+                operation=command_name(raw_sqe, is_admin=False),
                 elapsed_ms=deadline.elapsed_ms(),
             )
         return completion_from_bytes(bytes(ffi.buffer(cqe)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvdev.errors import UsageError
+from kvdev.opcode import FabricsType as FabricsType
 from kvdev.wire.layout import BitStruct, WireStruct, bits, nqn, raw, u16
 from kvdev.wire.nvme import CNTLID_DYNAMIC, SGL_IN_CAPSULE, AdminOpcode, Cqe, FabricsStatus, Sqe
 
@@ -22,15 +23,6 @@ SQHD_FLOW_CONTROL_DISABLED = 0xFFFF
 """SQHD of the Connect response when SQ flow control is off."""
 AUTHREQ_ASCR = 1 << 18
 AUTHREQ_ATR = 1 << 17
-
-
-class FabricsType(enum.IntEnum):
-    PROPERTY_SET = 0x00
-    CONNECT = 0x01
-    PROPERTY_GET = 0x04
-    AUTHENTICATION_SEND = 0x05
-    AUTHENTICATION_RECEIVE = 0x06
-    DISCONNECT = 0x08
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""NVMe queue entries, opcodes, status codes and the Admin and NVM commands built from them.
+"""NVMe queue entries, status codes and the Admin and NVM commands built from them.
 
-Not here: Fabrics commands (``fabrics``); data structures that commands carry (``identify``, ``log``, ``features``).
+Not here: opcodes (``kvdev.opcode``); Fabrics commands (``fabrics``); what commands carry (``identify``, ``log``,
+``features``).
 Spec: NVM Express Base 2.2 sections 3.3, 4.1, 4.2, 5.1; NVM Command Set 1.0 section 3.
 Trust: ``untrusted`` bytes come from a peer; parsers raise only WireError.
 """
@@ -13,6 +14,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvdev.errors import CommandError, UsageError
+from kvdev.opcode import AdminOpcode as AdminOpcode
+from kvdev.opcode import NvmOpcode as NvmOpcode
+from kvdev.opcode import opcode_name as opcode_name
 from kvdev.wire.layout import WireStruct, u8, u16, u32, u64
 
 SQE_BYTES = 64
@@ -25,45 +29,6 @@ SGL_IN_CAPSULE = 0x01
 """Data Block descriptor, offset into the capsule."""
 SGL_TRANSPORT = 0x5A
 """Transport SGL Data Block descriptor: the data moves in data PDUs."""
-
-
-class AdminOpcode(enum.IntEnum):
-    DELETE_IO_SQ = 0x00
-    CREATE_IO_SQ = 0x01
-    GET_LOG_PAGE = 0x02
-    DELETE_IO_CQ = 0x04
-    CREATE_IO_CQ = 0x05
-    IDENTIFY = 0x06
-    ABORT = 0x08
-    SET_FEATURES = 0x09
-    GET_FEATURES = 0x0A
-    ASYNC_EVENT_REQUEST = 0x0C
-    NAMESPACE_MANAGEMENT = 0x0D
-    NAMESPACE_ATTACHMENT = 0x15
-    KEEP_ALIVE = 0x18
-    DIRECTIVE_SEND = 0x19
-    DIRECTIVE_RECEIVE = 0x1A
-    FORMAT_NVM = 0x80
-    SECURITY_SEND = 0x81
-    SECURITY_RECEIVE = 0x82
-    SANITIZE = 0x84
-    FABRICS = 0x7F
-
-
-class NvmOpcode(enum.IntEnum):
-    FLUSH = 0x00
-    WRITE = 0x01
-    READ = 0x02
-    WRITE_UNCORRECTABLE = 0x04
-    COMPARE = 0x05
-    WRITE_ZEROES = 0x08
-    DSM = 0x09
-    VERIFY = 0x0C
-    RESERVATION_REGISTER = 0x0D
-    RESERVATION_REPORT = 0x0E
-    RESERVATION_ACQUIRE = 0x11
-    RESERVATION_RELEASE = 0x15
-    COPY = 0x19
 
 
 class Status(enum.IntEnum):
@@ -188,16 +153,6 @@ def status_name(status: int, *, is_fabrics: bool = False) -> str:
     except ValueError:
         name = f"{_TYPE_NAMES.get(sct, 'reserved')} status"
     return f"{name} ({sct:02x}/{sc:02x}h)"
-
-
-def opcode_name(opcode: int, *, is_admin: bool) -> str:
-    """Readable name of an opcode: ``read (02h)``."""
-    table: type[enum.IntEnum] = AdminOpcode if is_admin or opcode == AdminOpcode.FABRICS else NvmOpcode
-    try:
-        name = table(opcode).name.lower().replace("_", " ")
-    except ValueError:
-        name = "opcode"
-    return f"{name} ({opcode:02x}h)"
 
 
 def command_error(

@@ -161,7 +161,7 @@ def test_execute_when_no_answer_comes_then_deadline_error_and_the_buffer_is_free
     with adopted(script) as admin:
         data = bytearray(4096)
         deadline = Deadline.after(0.2)
-        with pytest.raises(DeadlineError, match="0x06"):
+        with pytest.raises(DeadlineError, match=r"identify \(06h\)"):
             admin.execute(identify(1), data=data, deadline=deadline)
         assert 200 <= deadline.elapsed_ms() < 200 + 1e3 * LATE_S
         assert not admin.is_alive

@@ -36,6 +36,7 @@ from kvdev.testing.host import GuardedBuffer, PeerHost
 from kvdev.testing.peer import MemoryScript, PduFromHost, PeerConnection, ScriptedPeer
 
 BLOCK = 4096
+REPORT = bytes([0x0E]) + bytes(63)  # reservation report
 LATE_MS = 2000  # how late a busy machine may run what is due; a wait that nothing ends takes longer
 
 
@@ -495,7 +496,7 @@ def test_command_when_its_time_is_over_then_queue_pair_dies_and_payload_is_free(
         host.queue.poll(min_count=0, deadline=Deadline.after(1))
         assert first.is_untouched and second.is_untouched
         fault = host.qpair.fault
-        assert fault is not None and fault.kind == "timeout" and "0x02" in fault.text
+        assert fault is not None and fault.kind == "timeout" and "read (02h)" in fault.text
 
 
 def test_interrupt_when_poll_waits_then_it_is_served_in_time() -> None:
@@ -687,8 +688,8 @@ def test_execute_when_window_is_full_of_other_commands_then_it_still_ends_and_th
 def test_execute_when_no_answer_comes_then_deadline_error_and_the_buffer_is_free() -> None:
     with ScriptedPeer(silent) as peer, PeerHost(peer) as host:
         deadline = Deadline.after(0.2)
-        with pytest.raises(DeadlineError):
-            host.queue.execute(host.device_index, bytes(64), data=bytearray(4096), deadline=deadline)
+        with pytest.raises(DeadlineError, match=r"reservation report \(0eh\): no completion in time"):
+            host.queue.execute(host.device_index, REPORT, data=bytearray(4096), deadline=deadline)
         assert 200 <= deadline.elapsed_ms() < 200 + LATE_MS
         with pytest.raises(ConnectionLostError):
             host.queue.execute(host.device_index, bytes(64), deadline=Deadline.after(1))

@@ -319,7 +319,7 @@ def test_command_when_over_its_time_limit_then_controller_is_reset_and_the_comma
             write_blocks(device, 0, b"\x22" * 4096, soon())
             assert 300 <= started.elapsed_ms() < 2 * 20_000, "not 2 x KATO"
             event = wait_event(subsystem, EventKind.PATH_DOWN)
-            assert "command 0x01" in event.text
+            assert "write (01h)" in event.text
             assert read_blocks(device, 0, 1, soon()).tobytes() == b"\x22" * 4096
         finally:
             close()

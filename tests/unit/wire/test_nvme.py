@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvdev.errors import UsageError
+from kvdev.opcode import command_name
 from kvdev.wire import nvme
 from kvdev.wire.nvme import Cqe, FabricsStatus, Status
 
@@ -38,6 +39,17 @@ def test_opcode_name_when_set_differs_then_its_own_name() -> None:
     assert nvme.opcode_name(2, is_admin=False) == "read (02h)"
     assert nvme.opcode_name(0x7F, is_admin=False) == "fabrics (7fh)"
     assert nvme.opcode_name(0xC0, is_admin=True) == "opcode (c0h)"
+    assert nvme.opcode_name(9, is_admin=False) == "deallocate (09h)"
+
+
+def test_command_name_when_of_fabrics_then_its_type_is_named() -> None:
+    sqe = bytearray(64)
+    sqe[0], sqe[4] = 0x7F, 0x01
+    assert command_name(bytes(sqe), is_admin=True) == "fabrics connect (7fh/01h)"
+    sqe[4] = 0x33
+    assert command_name(bytes(sqe), is_admin=False) == "fabrics command (7fh/33h)"
+    assert command_name(bytes([0x0E]) + bytes(63), is_admin=False) == "reservation report (0eh)"
+    assert command_name(bytes([0x0E]) + bytes(63), is_admin=True) == "opcode (0eh)"
 
 
 def test_command_error_when_made_then_facts_are_attributes() -> None:
