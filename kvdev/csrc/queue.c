@@ -121,8 +121,6 @@ static size_t deliver(struct kvdev_queue *q, struct kvdev_io_done *done, size_t 
 }
 
 /* The same turn over the devices that have a driver. */
-
-/* The same turn over the devices that have a driver. */
 static int turn_driven(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadline_ns)
 {
     int has_moved = 0;

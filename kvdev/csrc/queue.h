@@ -168,25 +168,40 @@ int kvdev_queue_poll(struct kvdev_queue *queue, struct kvdev_io_done *done, size
  * among the commands of this priority class 0. It completes like any other: tag, status, result. */
 int kvdev_queue_passthrough(struct kvdev_queue *queue, uint32_t device_index, uint64_t tag, const uint8_t *sqe,
                             void *data, uint32_t len, uint32_t direction);
-/* The same, synchronously: other completions stay for the next poll. 0 with cqe set, or -errno; a command
- * that does not end within timeout_ns takes its queue pair down, so that data is free on return. */
-int kvdev_queue_execute(struct kvdev_queue *queue, uint32_t device_index, const uint8_t *sqe, void *data, uint32_t len,
-                        uint32_t direction, uint64_t timeout_ns, uint8_t *cqe);
 
-/* One half of a compare and write: how it ended. */
+/* How a command of a call ended. */
 struct kvdev_queue_half {
     uint64_t send_ns;              /* 0: it never left this host */
     int32_t error;                 /* 0, or -errno; -EIO with the verdict in the CQE */
+    int32_t is_done;
     uint8_t cqe[16];
-    uint8_t reserved[4];
 };
 
-/* A fused pair on one queue pair, its halves next to each other, synchronously: a compare and a write of the same
- * blocks, which happens only if the blocks were equal. 0 with both halves set; the write is done if its error is 0, is
- * not if it never left this host or has an error status, and -KVDEV_EUNCERTAIN if nobody knows. It is sent once. */
-int kvdev_queue_compare_and_write(struct kvdev_queue *queue, const struct kvdev_io *compare,
-                                  const struct kvdev_io *write, uint64_t timeout_ns,
-                                  struct kvdev_queue_half *compare_ret, struct kvdev_queue_half *write_ret);
+/* What a caller waits for, a slice at a time: one command, or the halves of a fused pair. All zero before the start;
+ * the call and its payload are the queue's from a start that returned 0 until a wait that does, or a cancel. */
+struct kvdev_queue_call {
+    struct kvdev_queue_half halves[2];
+    uint64_t deadline_ns;
+    uint32_t device_index;
+    uint32_t half_count;
+    uint32_t passthrough_index[2];
+};
+
+/* As kvdev_queue_passthrough, with the end in call->halves[0]. A command that does not end within timeout_ns takes its
+ * queue pair down. */
+int kvdev_queue_call_start(struct kvdev_queue *queue, uint32_t device_index, const uint8_t *sqe, void *data,
+                           uint32_t len, uint32_t direction, uint64_t timeout_ns, struct kvdev_queue_call *call);
+/* A fused pair on one queue pair, its halves next to each other: a compare and a write of the same blocks, which
+ * happens only if the blocks were equal. The write (halves[1]) is done if its error is 0, is not if it never left this
+ * host or has an error status, and -KVDEV_EUNCERTAIN if nobody knows. It is sent once. */
+int kvdev_queue_pair_start(struct kvdev_queue *queue, const struct kvdev_io *compare, const struct kvdev_io *write,
+                           uint64_t timeout_ns, struct kvdev_queue_call *call);
+/* Works until the call has ended: 0. -EAGAIN: slice_ns is over first, and it goes on. Other completions stay for the
+ * next poll. */
+int kvdev_queue_call_wait(struct kvdev_queue *queue, struct kvdev_queue_call *call, uint64_t slice_ns);
+/* Ends it now, from any thread: what was sent takes its queue pair down. Of one that has ended, or never started,
+ * nothing changes. */
+void kvdev_queue_call_cancel(struct kvdev_queue *queue, struct kvdev_queue_call *call);
 
 /* Gives up on everything outstanding: queue pairs with commands are reset, their commands complete with -ENOTCONN,
  * pending ones with -ECANCELED, at the next poll. No payload is touched after it returns. */

@@ -37,11 +37,10 @@ void queue_node_done(struct kvdev_queue *q, uint32_t index, int error, uint16_t 
     if (node->passthrough) {
         struct passthrough *pass = &q->passthroughs[node->passthrough - 1];
         pass->in_use = 0;
-        if (pass->is_done) {
-            *pass->is_done = 1;
-            *pass->error = error;
-            if (pass->send_ns)
-                *pass->send_ns = node->send_ns;
+        if (pass->half) {
+            pass->half->is_done = 1;
+            pass->half->error = error;
+            pass->half->send_ns = node->send_ns;
             node_give(q, index);
             return;
         }
@@ -88,8 +87,8 @@ void queue_on_qpair_done(void *owner, uint64_t cookie, int error, const uint8_t 
     node->qpair_index = (uint16_t)path->index;
     path->last_done_ns = at_ns;
     q->stats.in_flight_count--;
-    if (node->passthrough && q->passthroughs[node->passthrough - 1].cqe)
-        memcpy(q->passthroughs[node->passthrough - 1].cqe, cqe, KVDEV_CQE_BYTES);
+    if (node->passthrough && q->passthroughs[node->passthrough - 1].half)
+        memcpy(q->passthroughs[node->passthrough - 1].half->cqe, cqe, KVDEV_CQE_BYTES);
     if (!error && (status & 0x7ff))
         error = -EIO;
     if (error) {

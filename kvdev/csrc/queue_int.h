@@ -57,10 +57,8 @@ struct passthrough {
     uint8_t *data;
     uint32_t len;
     uint32_t direction;
-    uint8_t *cqe;            /* set for execute: the caller waits for it here */
-    int *is_done;
-    int *error;
-    uint64_t *send_ns;
+    struct kvdev_queue_half *half; /* set for calls: the caller waits for it here */
+    uint32_t path_index;     /* once it was sent: by which queue pair */
     uint32_t mate;           /* of the first half of a fused pair: the node of the second, until that is started */
     uint8_t is_fused;
     uint8_t in_use;

@@ -127,7 +127,8 @@ void queue_sqe_build(const struct device *device, const struct kvdev_io *io, uin
 static int passthrough_start(struct kvdev_queue *q, struct path *path, uint32_t index, uint64_t deadline)
 {
     const struct node *node = &q->nodes[index];
-    const struct passthrough *pass = &q->passthroughs[node->passthrough - 1];
+    struct passthrough *pass = &q->passthroughs[node->passthrough - 1];
+    pass->path_index = path->index;
     int error =
         kvdev_qpair_start(path->qp, pass->sqe, pass->data, pass->len, pass->direction, index, deadline);
     uint32_t mate = error ? NODE_NONE : mate_take(q, node);
@@ -136,6 +137,7 @@ static int passthrough_start(struct kvdev_queue *q, struct path *path, uint32_t 
     q->stats.pending_count--;
     q->stats.in_flight_count++;
     pass = &q->passthroughs[q->nodes[mate].passthrough - 1];
+    pass->path_index = path->index;
     /* The queue pair had room for two. */
     return kvdev_qpair_start(path->qp, pass->sqe, pass->data, pass->len, pass->direction, mate, deadline);
 }

@@ -44,7 +44,7 @@ static void passthrough_queue(struct kvdev_queue *q, uint32_t device_index, uint
 }
 
 static int passthrough_add(struct kvdev_queue *q, uint32_t device_index, uint64_t tag, const uint8_t *sqe, void *data,
-                           uint32_t len, uint32_t direction, struct passthrough **ret, uint64_t deadline_ns)
+                           uint32_t len, uint32_t direction, uint32_t *ret, uint64_t deadline_ns)
 {
     if (device_index >= KVDEV_QUEUE_DEVICES_MAX || q->devices[device_index].ops != &queue_namespace_ops || len & 3 ||
         direction > KVDEV_DIR_H2C || (direction == KVDEV_DIR_NONE) != (len == 0) || (len && !data)) {
@@ -54,7 +54,7 @@ static int passthrough_add(struct kvdev_queue *q, uint32_t device_index, uint64_
     uint32_t index = passthrough_take(q, device_index, tag, sqe, data, len, direction, deadline_ns);
     if (index == NODE_NONE)
         return -EAGAIN;
-    *ret = &q->passthroughs[q->nodes[index].passthrough - 1];
+    *ret = index;
     passthrough_queue(q, device_index, index);
     return 0;
 }
@@ -62,16 +62,16 @@ static int passthrough_add(struct kvdev_queue *q, uint32_t device_index, uint64_
 int kvdev_queue_passthrough(struct kvdev_queue *q, uint32_t device_index, uint64_t tag, const uint8_t *sqe,
                             void *data, uint32_t len, uint32_t direction)
 {
-    struct passthrough *pass = NULL;
+    uint32_t index = NODE_NONE;
     if (queue_enter(q))
         return -EBUSY;
-    int error = passthrough_add(q, device_index, tag, sqe, data, len, direction, &pass, 0);
+    int error = passthrough_add(q, device_index, tag, sqe, data, len, direction, &index, 0);
     queue_leave(q);
     return error;
 }
 
-/* Takes an execute whose time is over while it is still pending off its list; 1 if it was there. */
-static int passthrough_withdraw(struct kvdev_queue *q, uint32_t device_index, const struct passthrough *pass)
+/* Ends one that is still pending; 1 if it was. */
+static int passthrough_withdraw(struct kvdev_queue *q, uint32_t device_index, const struct passthrough *pass, int error)
 {
     struct list *list = &q->devices[device_index].pending[0];
     uint32_t before = NODE_NONE;
@@ -85,37 +85,81 @@ static int passthrough_withdraw(struct kvdev_queue *q, uint32_t device_index, co
             q->nodes[before].next = node->next;
         if (list->tail == i)
             list->tail = before;
-        queue_node_refuse(q, i, -ETIMEDOUT, now_ns());
+        queue_node_refuse(q, i, error, now_ns());
         return 1;
     }
     return 0;
 }
 
-int kvdev_queue_execute(struct kvdev_queue *q, uint32_t device_index, const uint8_t *sqe, void *data, uint32_t len,
-                        uint32_t direction, uint64_t timeout_ns, uint8_t *cqe)
+/* ---- calls ---- */
+
+static void call_watch(struct kvdev_queue *q, struct kvdev_queue_call *call, uint32_t node_index)
 {
-    int is_done = 0;
-    int result = 0;
-    struct passthrough *pass = NULL;
+    uint32_t index = q->nodes[node_index].passthrough - 1u;
+    uint32_t which = call->half_count++;
+    q->passthroughs[index].half = &call->halves[which];
+    call->passthrough_index[which] = index;
+}
+
+int kvdev_queue_call_start(struct kvdev_queue *q, uint32_t device_index, const uint8_t *sqe, void *data, uint32_t len,
+                           uint32_t direction, uint64_t timeout_ns, struct kvdev_queue_call *call)
+{
+    uint32_t index = NODE_NONE;
     if (queue_visit(q))
         return -EBUSY;
-    uint64_t deadline = add_ns(now_ns(), timeout_ns);
-    int error = passthrough_add(q, device_index, 0, sqe, data, len, direction, &pass, deadline);
-    if (!error) {
-        pass->cqe = cqe;
-        pass->is_done = &is_done;
-        pass->error = &result;
-        for (;;) {
-            uint64_t now = now_ns();
-            queue_work(q, 0, &is_done, now < deadline ? deadline - now : 0);
-            if (is_done || passthrough_withdraw(q, device_index, pass))
-                break;
-        }
-        /* -EIO is a verdict on the command, and that is in the CQE's status. */
-        error = result == -EIO ? 0 : result;
+    call->device_index = device_index;
+    call->deadline_ns = add_ns(now_ns(), timeout_ns);
+    int error = passthrough_add(q, device_index, 0, sqe, data, len, direction, &index, call->deadline_ns);
+    if (!error)
+        call_watch(q, call, index);
+    queue_visit_end(q);
+    return error;
+}
+
+static const struct kvdev_queue_half *call_undone(const struct kvdev_queue_call *call)
+{
+    for (uint32_t i = 0; i < call->half_count; i++)
+        if (!call->halves[i].is_done)
+            return &call->halves[i];
+    return NULL;
+}
+
+int kvdev_queue_call_wait(struct kvdev_queue *q, struct kvdev_queue_call *call, uint64_t slice_ns)
+{
+    const struct kvdev_queue_half *undone;
+    int error = 0;
+    if (queue_visit(q))
+        return -EBUSY;
+    uint64_t slice_end = add_ns(now_ns(), slice_ns);
+    uint64_t limit = slice_end < call->deadline_ns ? slice_end : call->deadline_ns;
+    while (!error && (undone = call_undone(call))) {
+        uint64_t now = now_ns();
+        queue_work(q, 0, &undone->is_done, now < limit ? limit - now : 0);
+        /* Over the deadline what is in flight takes its queue pair down, in the next turn at the latest. */
+        if (now_ns() < call->deadline_ns)
+            error = call_undone(call) && now_ns() >= slice_end ? -EAGAIN : 0;
+        else if (!call->halves[0].is_done)
+            passthrough_withdraw(q, call->device_index, &q->passthroughs[call->passthrough_index[0]], -ETIMEDOUT);
     }
     queue_visit_end(q);
     return error;
+}
+
+void kvdev_queue_call_cancel(struct kvdev_queue *q, struct kvdev_queue_call *call)
+{
+    queue_intrude(q);
+    for (uint32_t i = 0; i < call->half_count; i++) {
+        const struct passthrough *pass = &q->passthroughs[call->passthrough_index[i]];
+        if (call->halves[i].is_done || passthrough_withdraw(q, call->device_index, pass, -ECANCELED))
+            continue;
+        struct path *path = &q->paths[pass->path_index];
+        kvdev_qpair_kill(path->qp, KVDEV_FAULT_LOCAL, -ENOTCONN, "interrupted");
+        queue_controller_check(q, path);
+        /* What had not left this host yet is pending again. */
+        if (!call->halves[i].is_done)
+            passthrough_withdraw(q, call->device_index, pass, -ECANCELED);
+    }
+    queue_retire(q);
 }
 
 /* ---- compare and write ---- */
@@ -144,47 +188,37 @@ static void half_give(struct kvdev_queue *q, uint32_t index)
     node_give(q, index);
 }
 
-static void half_watch(struct kvdev_queue *q, uint32_t index, struct kvdev_queue_half *half, int *is_done)
+static int pair_add(struct kvdev_queue *q, const struct kvdev_io *compare, const struct kvdev_io *write,
+                    struct kvdev_queue_call *call)
 {
-    struct passthrough *pass = &q->passthroughs[q->nodes[index].passthrough - 1];
-    pass->cqe = half->cqe;
-    pass->is_done = is_done;
-    pass->error = &half->error;
-    pass->send_ns = &half->send_ns;
+    uint32_t device_index = call->device_index;
+    if (compare->opcode != OPC_COMPARE || write->opcode != OPC_WRITE || write->device_index != device_index ||
+        queue_io_refusal(q, compare) || queue_io_refusal(q, write) ||
+        q->devices[device_index].ops != &queue_namespace_ops)
+        return -EINVAL;
+    uint32_t first = half_take(q, device_index, compare, SQE_FUSE_FIRST, call->deadline_ns);
+    if (first == NODE_NONE)
+        return -EAGAIN;
+    uint32_t second = half_take(q, device_index, write, SQE_FUSE_SECOND, call->deadline_ns);
+    if (second == NODE_NONE) {
+        half_give(q, first);
+        return -EAGAIN;
+    }
+    call_watch(q, call, first);
+    call_watch(q, call, second);
+    q->passthroughs[q->nodes[first].passthrough - 1].mate = second;
+    passthrough_queue(q, device_index, first);
+    return 0;
 }
 
-int kvdev_queue_compare_and_write(struct kvdev_queue *q, const struct kvdev_io *compare, const struct kvdev_io *write,
-                                  uint64_t timeout_ns, struct kvdev_queue_half *compare_ret,
-                                  struct kvdev_queue_half *write_ret)
+int kvdev_queue_pair_start(struct kvdev_queue *q, const struct kvdev_io *compare, const struct kvdev_io *write,
+                           uint64_t timeout_ns, struct kvdev_queue_call *call)
 {
-    uint32_t device_index = compare->device_index;
-    int has_first = 0, has_second = 0;
     if (queue_visit(q))
         return -EBUSY;
-    int error = -EINVAL;
-    if (compare->opcode == OPC_COMPARE && write->opcode == OPC_WRITE && write->device_index == device_index &&
-        !queue_io_refusal(q, compare) && !queue_io_refusal(q, write) && q->devices[device_index].ops == &queue_namespace_ops) {
-        uint64_t deadline = add_ns(now_ns(), timeout_ns);
-        uint32_t first = half_take(q, device_index, compare, SQE_FUSE_FIRST, deadline);
-        uint32_t second =
-            first == NODE_NONE ? NODE_NONE : half_take(q, device_index, write, SQE_FUSE_SECOND, deadline);
-        error = second == NODE_NONE ? -EAGAIN : 0;
-        if (error && first != NODE_NONE)
-            half_give(q, first);
-        if (!error) {
-            struct passthrough *pass = &q->passthroughs[q->nodes[first].passthrough - 1];
-            half_watch(q, first, compare_ret, &has_first);
-            half_watch(q, second, write_ret, &has_second);
-            pass->mate = second;
-            passthrough_queue(q, device_index, first);
-            while (!has_first || !has_second) {
-                uint64_t now = now_ns();
-                queue_work(q, 0, has_first ? &has_second : &has_first, now < deadline ? deadline - now : 0);
-                if (!has_first)
-                    passthrough_withdraw(q, device_index, pass);
-            }
-        }
-    }
+    call->device_index = compare->device_index;
+    call->deadline_ns = add_ns(now_ns(), timeout_ns);
+    int error = pair_add(q, compare, write, call);
     queue_visit_end(q);
     return error;
 }

@@ -75,6 +75,8 @@ void kvdev_queue_destroy(struct kvdev_queue *q)
     /* One that a background poller drives is still in use; in a fork its thread is missing and its locks stay taken. */
     if (!q || atomic_load(&q->is_polled))
         return;
+    for (uint32_t i = 0; i < KVDEV_QUEUE_PASSTHROUGH_MAX; i++)
+        q->passthroughs[i].half = NULL; /* nobody waits any more */
     for (uint32_t i = 0; i < q->path_count; i++)
         if (q->paths[i].qp)
             path_drop(q, i);

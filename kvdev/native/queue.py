@@ -705,7 +705,10 @@ class HostQueue:
         self._attendants: dict[int, Callable[[], None]] = {}
         self._qpairs_of: dict[int, list[int]] = {}
         self._poller: QueuePoller | None = None
-        # Payload and SQE of passthrough commands: ours to keep alive until they complete.
+        # The call under ``lock`` and its payload: kept here, so that they outlive the frame of a caller that an
+        # interrupt unwinds, however often it is interrupted, until the core has given them back.
+        self._call = ffi.new("struct kvdev_queue_call *")
+        self._call_data: tuple[Any, ...] = ()
         self._count_out = ffi.new("size_t *")
 
     def _check(self, code: int, operation: str) -> None:
@@ -1089,29 +1092,66 @@ class HostQueue:
         raw_sqe = check_sqe(sqe, what=where)
         direction = direction_of(data, is_write=is_write)
         buffer = CommandBuffer(data, direction, what=where)
-        cqe = ffi.new("uint8_t[16]")
-        with self.lock:
-            code = lib.kvdev_queue_execute(
-                raw,
-                device_index,
-                raw_sqe,
-                buffer.pointer,
-                buffer.size_bytes,
-                direction,
-                deadline.remaining_ns(),
-                cqe,
+
+        def start(call: Any) -> int:
+            return int(
+                lib.kvdev_queue_call_start(
+                    raw,
+                    device_index,
+                    raw_sqe,
+                    buffer.pointer,
+                    buffer.size_bytes,
+                    direction,
+                    deadline.remaining_ns(),
+                    call,
+                )
             )
-        if code in (-errno.EINVAL, -errno.EAGAIN):
-            self._check(code, f"execute on {where}")
-        if code:
+
+        with self.lock:
+            self._check(self._run_call(start, (buffer,)), f"execute on {where}")
+            error, cqe = int(self._call.halves[0].error), bytes(ffi.buffer(self._call.halves[0].cqe))
+        if error not in (0, -errno.EIO):  # EIO: the verdict is in the CQE's status
             raise execute_error(
-                code,
+                error,
                 None,
                 where=where,
                 operation=command_name(raw_sqe, is_admin=False),
                 elapsed_ms=deadline.elapsed_ms(),
             )
-        return completion_from_bytes(bytes(ffi.buffer(cqe)))
+        return completion_from_bytes(cqe)
+
+    def _run_call(self, start: Callable[[Any], int], data: tuple[Any, ...]) -> int:
+        """Start ``_call`` and wait for it, a slice at a time; under ``lock``.
+
+        However this ends, by an interrupt too, the core has neither the call nor ``data`` any more. Returns what
+        ``start`` refused it with, or 0.
+        """
+        raw = self._check_usable("call")
+        if self._call_data:
+            self._cancel_call(raw)  # of a caller that was interrupted twice
+        self._call_data = data
+        ffi.buffer(self._call)[:] = bytes(ffi.sizeof("struct kvdev_queue_call"))
+        try:
+            code = start(self._call)
+            while code == 0 and not self._is_call_done():
+                if self._raw is None:
+                    raise UsageError("queue: call: closed by another thread meanwhile")
+                code = lib.kvdev_queue_call_wait(raw, self._call, POLL_SLICE_NS)
+                if code == -errno.EAGAIN:
+                    code = 0
+                self._check(code, "call")
+        except BaseException:
+            self._cancel_call(raw)
+            raise
+        self._call_data = ()
+        return code
+
+    def _is_call_done(self) -> bool:
+        return all(self._call.halves[index].is_done for index in range(self._call.half_count))
+
+    def _cancel_call(self, raw: Any) -> None:
+        lib.kvdev_queue_call_cancel(raw, self._call)
+        self._call_data = ()
 
     def compare_and_write(
         self,
@@ -1135,22 +1175,24 @@ class HostQueue:
         ios["buf_addr"] = address_of(expected), address_of(new)
         ios["byte_count"] = expected.nbytes, new.nbytes
         base = ffi.cast("const struct kvdev_io *", address_of(ios))
-        halves = ffi.new("struct kvdev_queue_half[2]")
+
+        def start(call: Any) -> int:
+            return int(lib.kvdev_queue_pair_start(raw, base, base + 1, deadline.remaining_ns(), call))
+
         with self.lock:
-            code = lib.kvdev_queue_compare_and_write(
-                raw, base, base + 1, deadline.remaining_ns(), halves, halves + 1
+            code = self._run_call(start, (expected, new))
+            if code == -errno.EINVAL:
+                raise self._refusal(ios)
+            self._check(code, "compare_and_write")
+            halves = self._call.halves
+            first, second = (completion_from_bytes(bytes(ffi.buffer(half.cqe))) for half in halves)
+            return PairCompletion(
+                compare_error=int(halves[0].error),
+                compare_status=first.status,
+                write_error=int(halves[1].error),
+                write_status=second.status,
+                is_write_sent=halves[1].send_ns != 0,
             )
-        if code == -errno.EINVAL:
-            raise self._refusal(ios)
-        self._check(code, "compare_and_write")
-        first, second = (completion_from_bytes(bytes(ffi.buffer(half.cqe))) for half in halves)
-        return PairCompletion(
-            compare_error=int(halves[0].error),
-            compare_status=first.status,
-            write_error=int(halves[1].error),
-            write_status=second.status,
-            is_write_sent=halves[1].send_ns != 0,
-        )
 
     def set_window_size_bytes(self, window_size_bytes: int) -> None:
         """Change the payload in flight per queue pair; takes effect with the next poll."""

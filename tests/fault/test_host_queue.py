@@ -706,6 +706,91 @@ def test_execute_when_it_cannot_even_start_then_it_ends_at_its_deadline_and_the_
         assert host.queue.outstanding_count == 1
 
 
+def interrupted_by(peer: PeerConnection) -> None:
+    """Sends Ctrl-C to the test once a command has come, then waits for the end of the connection."""
+    peer.accept_ic()
+    peer.receive_command()
+    os.kill(os.getpid(), signal.SIGINT)
+    peer.wait_closed()
+
+
+def test_execute_when_interrupted_then_it_ends_at_once_and_the_buffer_is_free() -> None:
+    with ScriptedPeer(interrupted_by) as peer, PeerHost(peer) as host:
+        data = bytearray(4096)
+        deadline = Deadline.after(120)
+        with pytest.raises(KeyboardInterrupt):
+            host.queue.execute(host.device_index, REPORT, data=data, deadline=deadline)
+        assert not deadline.is_expired
+        assert not host.qpair.is_alive, "what was sent may still be answered: only a reset keeps that off"
+        assert host.queue.outstanding_count == 0
+        data.clear()  # not possible while the core still had it
+
+
+def test_execute_when_interrupted_before_it_was_sent_then_the_connection_lives() -> None:
+    with ScriptedPeer(silent) as peer, PeerHost(peer, queue_size=2) as host:
+        host.submit(OPCODE_FLUSH, None, tag=5)
+        host.queue.poll(min_count=0, deadline=Deadline.after(1))
+        sleeps = host.queue.stats.sleeps
+
+        def interrupt() -> None:
+            while host.queue.stats.sleeps == sleeps:
+                threading.Event().wait(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        deadline = Deadline.after(120)
+        with pytest.raises(KeyboardInterrupt):
+            host.queue.execute(host.device_index, REPORT, data=bytearray(4096), deadline=deadline)
+        thread.join()
+        assert not deadline.is_expired
+        assert host.qpair.is_alive
+        assert host.queue.outstanding_count == 1, "the flush before it"
+
+
+def test_execute_when_interrupted_then_commands_beside_it_end_and_the_next_one_is_told() -> None:
+    def script(connection: PeerConnection) -> None:
+        connection.accept_ic()
+        for _ in range(2):
+            connection.receive_command()
+        os.kill(os.getpid(), signal.SIGINT)
+        connection.wait_closed()
+
+    with ScriptedPeer(script) as peer, PeerHost(peer) as host:
+        buffer = GuardedBuffer(BLOCK)
+        host.submit(OPCODE_READ, buffer, tag=9)
+        with pytest.raises(KeyboardInterrupt):
+            host.queue.execute(host.device_index, REPORT, data=bytearray(64), deadline=Deadline.after(120))
+        done = host.poll(1)
+        assert (done["tag"].tolist(), done["error"].tolist()) == ([9], [-errno.ENOTCONN])
+        assert buffer.is_untouched
+        with pytest.raises(ConnectionLostError, match=r"reservation report \(0eh\)"):
+            host.queue.execute(host.device_index, REPORT, data=bytearray(64), deadline=Deadline.after(60))
+
+
+def test_execute_when_the_queue_is_closed_meanwhile_then_it_ends_first() -> None:
+    with ScriptedPeer(silent) as peer, PeerHost(peer) as host:
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                host.queue.execute(
+                    host.device_index, REPORT, data=bytearray(64), deadline=Deadline.after(120)
+                )
+            except UsageError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while host.queue.stats.sleeps == 0:
+            threading.Event().wait(0.01)
+        deadline = Deadline.after(100)
+        host.queue.close()
+        thread.join(60)
+        assert not deadline.is_expired
+        assert len(errors) == 1 and "closed by another thread" in str(errors[0])
+
+
 # ---- misuse ----
 
 

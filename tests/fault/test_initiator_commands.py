@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -233,6 +235,24 @@ def receive_pair(connection: PeerConnection) -> tuple[PduFromHost, PduFromHost]:
     assert (second.opcode, second.sqe[1] & 3) == (NvmOpcode.WRITE, 2)
     assert (first.slba, first.lba_count) == (second.slba, second.lba_count) == (4, 1)
     return first, second
+
+
+def interrupted(connection: PeerConnection) -> None:
+    """Sends Ctrl-C to the test once a pair has come, then waits for the end of the connection."""
+    connection.accept_ic()
+    receive_pair(connection)
+    os.kill(os.getpid(), signal.SIGINT)
+    connection.wait_closed()
+
+
+def test_compare_and_write_when_interrupted_then_it_ends_at_once_and_nothing_more_is_sent() -> None:
+    with PairRig(interrupted) as rig:
+        limit = soon(100)
+        with pytest.raises(KeyboardInterrupt):
+            rig.run(seconds=120)
+        assert not limit.is_expired
+        assert not rig.qpair.is_alive, "what was sent may still be answered: only a reset keeps that off"
+        assert rig.queue.outstanding_count == 0
 
 
 def answering(*replies: tuple[int, int]) -> Script:
