@@ -70,11 +70,25 @@ def page_addresses(pages: Pages, page_size_bytes: int, *, is_written: bool = Fal
             raise UsageError(
                 f"pages: expected pages of at least {page_size_bytes} bytes, got {pages.page_size_bytes}"
             )
+        if is_written and isinstance(pages, AddressedPages):  # a lease cuts its memory itself
+            _check_apart(addresses, page_size_bytes)
         return addresses
     raise UsageError(
         f"pages: expected a (n, {page_size_bytes}) uint8 array, a lease or AddressedPages, "
         f"got {type(pages).__name__}"
     )
+
+
+def _check_apart(addresses: AddressArray, page_size_bytes: int) -> None:
+    """UsageError when two pages share memory: one would be written over the other."""
+    ordered = np.sort(addresses)
+    close = np.flatnonzero(np.diff(ordered) < np.uint64(page_size_bytes))
+    if len(close):
+        first, second = int(ordered[close[0]]), int(ordered[close[0] + 1])
+        raise UsageError(
+            f"pages: addresses: expected {page_size_bytes} bytes of memory for each page, got 0x{second:x} only "
+            f"{second - first} bytes behind 0x{first:x}"
+        )
 
 
 def _array_addresses(pages: npt.NDArray[Any], page_size_bytes: int, *, is_written: bool) -> AddressArray:

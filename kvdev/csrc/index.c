@@ -572,7 +572,11 @@ uint32_t kvdev_index_pin(struct kvdev_index *index, const uint8_t *keys, uint32_
 int kvdev_index_commit(struct kvdev_index *index, const uint8_t *keys, struct kvdev_grant *grants,
                        const uint32_t *crc32c, const uint8_t *outcome, uint32_t count, uint8_t *done)
 {
-    if (!pending_has_room(index, 2 * (uint64_t)count)) {
+    uint64_t written = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        written += outcome[i] == KVDEV_OUTCOME_WRITTEN;
+    }
+    if (!pending_has_room(index, 2 * written)) { /* grants can be given back whatever is due */
         return -ENOBUFS;
     }
     index->clock += !index->has_ages;

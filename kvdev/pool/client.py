@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdev.buffers import Pages, page_addresses
+from kvdev.buffers import AddressArray, Pages
 from kvdev.clock import NS_PER_S, SYSTEM_CLOCK, Deadline
 from kvdev.errors import (
     CapacityError,
     ConnectError,
     ConnectionLostError,
-    CorruptionError,
     KvdevError,
     TransportError,
     UsageError,
@@ -40,14 +39,24 @@ from kvdev.native.index import (
     GrantArray,
     Uint8Array,
     Uint32Array,
-    find_duplicate,
 )
 from kvdev.native.view import PageView, verify_pages
 from kvdev.pool.link import PoolLink
-from kvdev.pool.protocol import COUNT_MAX, Commit, MessageError, MessageType, parse_json
+from kvdev.pool.protocol import COUNT_MAX, Commit, MessageError, MessageType, parse_grants, parse_json
+from kvdev.store.batch import (
+    GetResult,
+    PageStatus,
+    PutResult,
+    check_array,
+    check_batch,
+    check_commit,
+    check_distinct,
+    check_quota,
+    mismatch_error,
+    put_in_parts,
+)
 from kvdev.store.lock import WriterLock
 from kvdev.store.page_io import PageIo
-from kvdev.store.page_store import GetResult, PageStatus, PutResult
 from kvdev.store.volume import Volume, check_geometry
 
 CALL_TIMEOUT_S = 30.0
@@ -249,12 +258,23 @@ class PoolStore:
         attached = self._attachment()
         return 0 if attached is None else attached.view.longest_prefix(keys)
 
-    def reserve(self, keys: KeyArray, *, deadline: Deadline | None = None) -> GrantArray:
-        """Grants to write a page for each key; each must be committed, written or not."""
+    def reserve(
+        self, keys: KeyArray, *, may_be_fewer: bool = False, deadline: Deadline | None = None
+    ) -> GrantArray:
+        """Grants to write a page for each key; each must be committed, written or not.
+
+        See ``KvNamespace.reserve``; CapacityError for more keys than one message takes.
+        """
         check_keys(keys)
-        grants: GrantArray = np.frombuffer(
-            self._ask(MessageType.RESERVE, keys.tobytes(), deadline), dtype=GRANT_DTYPE
-        ).copy()
+        if len(keys) > COUNT_MAX:
+            raise CapacityError(
+                f"{self.what}: reserve: expected at most {COUNT_MAX} pages at once, got {len(keys)}"
+            )
+        kind = MessageType.RESERVE_SOME if may_be_fewer else MessageType.RESERVE
+        answer = self._ask(kind, keys.tobytes(), deadline) if len(keys) else b""
+        grants = parse_grants("reserve", answer) if len(keys) else np.zeros(0, dtype=GRANT_DTYPE)
+        if len(grants) > len(keys) or (len(grants) < len(keys) and not may_be_fewer):
+            raise MessageError(f"pool {self.path}: reserve: expected {len(keys)} grants, got {len(grants)}")
         return grants
 
     def commit(
@@ -272,6 +292,14 @@ class PoolStore:
         """Make written grants readable for everybody, and give the others back; see ``KvNamespace.commit``."""
         if outcome is None:
             outcome = np.zeros(len(keys), dtype=np.uint8)
+        check_commit(keys, grants, crc32c, outcome)
+        check_array("members", members, len(members), np.dtype(np.bool_))
+        if len(keys) > COUNT_MAX:
+            raise CapacityError(
+                f"{self.what}: commit: expected at most {COUNT_MAX} pages at once, got {len(keys)}"
+            )
+        if not len(keys):
+            return np.zeros(0, dtype=np.bool_)
         sent_ns = SYSTEM_CLOCK.monotonic_ns() if sent_ns is None else sent_ns
         body = Commit(keys, grants, crc32c, outcome, members, sent_ns).build()
         answer = self._ask(MessageType.COMMIT, body, deadline, granter=_granter)
@@ -289,30 +317,23 @@ class PoolStore:
     ) -> PutResult:
         """Store pages, as ``PageStore.put``. While the pool is away each page is an ERROR and nothing is written."""
         deadline = deadline or Deadline.after(self._timeout_s)
-        addresses = self._check_batch(keys, pages, is_written=False)
-        if len(keys) > self.quota_pages:
-            raise CapacityError(
-                f"{self.what}: put: expected at most the quota of {self.quota_pages} pages, got {len(keys)}"
-            )
-        status = np.full(len(keys), PageStatus.ERROR, dtype=np.uint8)
-        crc32c = np.zeros(len(keys), dtype=np.uint32)
-        failure: KvdevError | None = None
+        addresses = check_batch(
+            keys, pages, page_size_bytes=self.page_size_bytes, is_written=False, checksums=checksums
+        )
+        check_quota(self.what, len(keys), self.quota_pages)
+
+        def put_some(
+            keys: KeyArray, addresses: AddressArray, checksums: Uint32Array | None
+        ) -> tuple[npt.NDArray[np.bool_], Uint32Array, KvdevError | None]:
+            return self._put_some(keys, addresses, checksums, deadline)
+
         with self._mutex:
             attached = self._attachment()
             limit = 1 if attached is None else min(attached.batch_limit, COUNT_MAX)
-            for start in range(0, len(keys), limit):
-                part = slice(start, start + limit)
-                given = None if checksums is None else np.ascontiguousarray(checksums[part])
-                try:
-                    stored, crc32c[part], problem = self._put_some(
-                        keys[part], addresses[part], given, deadline
-                    )
-                except TransportError as error:
-                    failure = failure or error
-                    break  # it is away: what is left would fare the same
-                status[part][stored] = PageStatus.STORED
-                failure = failure or problem
-        return PutResult(status, crc32c, failure)
+            # Once it is away what is left would fare the same.
+            return put_in_parts(
+                put_some, keys, addresses, checksums, limit=limit, ends_with=(TransportError,)
+            )
 
     def _put_some(
         self,
@@ -328,7 +349,8 @@ class PoolStore:
         if attached.write_limit_s is not None and attached.write_limit_s < deadline.remaining_s():
             deadline = Deadline.after(attached.write_limit_s, clock=deadline.clock)
         try:
-            grants = self.reserve(keys, deadline=deadline)
+            grants = self.reserve(keys, may_be_fewer=True, deadline=deadline)
+            keys, addresses = keys[: len(grants)], addresses[: len(grants)]
             sent_ns = SYSTEM_CLOCK.monotonic_ns()
             try:
                 result = attached.page_io.write(
@@ -338,7 +360,7 @@ class PoolStore:
                 # Nobody knows how far it came; when the pool cannot be told either, it finds out by itself.
                 self._give_back(attached, keys, grants, sent_ns)
                 raise
-            crc32c = result.crc32c if checksums is None else checksums
+            crc32c = result.crc32c if checksums is None else checksums[: len(grants)]
             stored = self.commit(
                 keys,
                 grants,
@@ -384,7 +406,7 @@ class PoolStore:
         A page that is replaced or evicted while it is read is a MISS, with undefined bytes in its place.
         """
         deadline = deadline or Deadline.after(self._timeout_s)
-        addresses = self._check_batch(keys, pages, is_written=True)
+        addresses = check_batch(keys, pages, page_size_bytes=self.page_size_bytes, is_written=True)
         status = np.zeros(len(keys), dtype=np.uint8)
         crc32c = np.zeros(len(keys), dtype=np.uint32)
         grants = self.lookup(keys)
@@ -411,35 +433,25 @@ class PoolStore:
             self.stale_count += int(is_stale.sum())
             is_bad &= ~is_stale
         if is_bad.any():
-            failure = failure or self._mismatch(hits, is_bad, hit_grants, result.crc32c)
+            failure = failure or mismatch_error(self.what, hits, is_bad, hit_grants, result.crc32c)
             self._withdraw(np.ascontiguousarray(hit_grants[is_bad]))
         status[hits] = found
         crc32c[hits] = result.crc32c
         self._touch(attached, np.ascontiguousarray(hit_keys[found == PageStatus.HIT]))
         return GetResult(status, crc32c, grants, failure)
 
-    def _mismatch(
-        self,
-        hits: npt.NDArray[np.intp],
-        is_bad: npt.NDArray[np.bool_],
-        grants: GrantArray,
-        actual: Uint32Array,
-    ) -> CorruptionError:
-        first = int(np.flatnonzero(is_bad)[0])
-        expected = int(grants["checksum"][first]) & 0xFFFF_FFFF
-        return CorruptionError(
-            f"{self.what}: page {int(hits[first])} of the batch: checksum: expected 0x{expected:08x}, "
-            f"got 0x{int(actual[first]):08x}; withdrawn",
-            extent=int(hits[first]),
-            expected=expected,
-            actual=int(actual[first]),
-        )
-
     def _withdraw(self, grants: GrantArray) -> None:
         try:
-            self._ask(MessageType.WITHDRAW, grants.tobytes(), None)
+            self._ask_withdraw(grants, None)
         except TransportError as error:
             log.warning("%s: %d bad pages not withdrawn: %s", self.what, len(grants), error)
+
+    def _ask_withdraw(self, grants: GrantArray, deadline: Deadline | None) -> int:
+        answers = [
+            self._ask(MessageType.WITHDRAW, grants[start : start + COUNT_MAX].tobytes(), deadline)
+            for start in range(0, len(grants), COUNT_MAX)
+        ]
+        return sum(struct.unpack("<I", answer)[0] for answer in answers)
 
     def _touch(self, attached: _Attachment, keys: KeyArray) -> None:
         """Have pages count as used; nobody waits for that."""
@@ -451,10 +463,8 @@ class PoolStore:
         self, result: GetResult, is_bad: npt.NDArray[np.bool_], *, deadline: Deadline | None = None
     ) -> int:
         """Withdraw pages that proved wrong; returns how many."""
-        chosen = np.ascontiguousarray(result.grants[is_bad & (result.status == PageStatus.HIT)])
-        if not len(chosen):
-            return 0
-        return int(struct.unpack("<I", self._ask(MessageType.WITHDRAW, chosen.tobytes(), deadline))[0])
+        check_array("is_bad", is_bad, len(result.status), np.dtype(np.bool_))
+        return self._ask_withdraw(result.grants[is_bad & (result.status == PageStatus.HIT)], deadline)
 
     # --- the rest ----------------------------------------------------------------------------
 
@@ -470,8 +480,7 @@ class PoolStore:
         return self._flags(MessageType.UNPIN, keys, None)
 
     def _flags(self, kind: MessageType, keys: KeyArray, deadline: Deadline | None) -> npt.NDArray[np.bool_]:
-        check_keys(keys)
-        _check_distinct(keys)
+        check_distinct(keys)
         parts = [
             self._ask(kind, keys[start : start + COUNT_MAX].tobytes(), deadline)
             for start in range(0, len(keys), COUNT_MAX)
@@ -495,21 +504,7 @@ class PoolStore:
                 self._attached.close()
                 self._attached = None
 
-    def _check_batch(self, keys: KeyArray, pages: Pages, *, is_written: bool) -> npt.NDArray[np.uint64]:
-        check_keys(keys)
-        addresses = page_addresses(pages, self.page_size_bytes, is_written=is_written)
-        if len(addresses) != len(keys):
-            raise UsageError(f"pages: expected one page per key, got {len(addresses)} for {len(keys)} keys")
-        _check_distinct(keys)
-        return addresses
-
 
 def longest_common_prefix(stores: list[PoolStore], keys: KeyArray) -> int:
     """How many keys from the first on are stored for every rank: a prefix counts when all have committed it."""
     return min((store.longest_prefix(keys) for store in stores), default=0)
-
-
-def _check_distinct(keys: KeyArray) -> None:
-    place = find_duplicate(keys)
-    if place is not None:
-        raise UsageError(f"keys: key {place} ({keys[place].tobytes().hex()[:16]}...) is in the batch twice")

@@ -30,7 +30,7 @@ from kvdev.keys import KEY_SIZE_BYTES, KeyArray
 from kvdev.native.index import GRANT_DTYPE, GrantArray, Uint8Array, Uint32Array
 
 MAGIC: Final = b"KDVP"
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER: Final = struct.Struct("<4sHHIII")
 """Magic, version, type, request id, body size, reserved."""
 HEADER_SIZE_BYTES: Final = HEADER.size
@@ -44,7 +44,10 @@ _COMMIT: Final = struct.Struct("<IIQ")
 
 
 class MessageType(enum.IntEnum):
-    """Requests are answered by a message of the same type and id, or by ERROR; TOUCH is not answered."""
+    """Requests are answered by a message of the same type and id, or by ERROR; TOUCH is not answered.
+
+    RESERVE_SOME may be answered by fewer grants than keys, for the first of them and at least one.
+    """
 
     HELLO = 1
     RESERVE = 2
@@ -56,6 +59,7 @@ class MessageType(enum.IntEnum):
     TOUCH = 8
     WITHDRAW = 9
     STAT = 10
+    RESERVE_SOME = 11
     ERROR = 255
 
 
@@ -86,7 +90,7 @@ def parse_header(untrusted: bytes) -> Header:
             f"pool message version+0x4: expected {VERSION}, got {version}: use the same kvdev on both sides"
         )
     if kind not in tuple(MessageType):
-        raise MessageError(f"pool message type+0x6: expected 1 to 10, got {kind}")
+        raise MessageError(f"pool message type+0x6: expected 1 to {MessageType.RESERVE_SOME:d}, got {kind}")
     if size > BODY_SIZE_BYTES_MAX:
         raise MessageError(f"pool message size+0xc: expected at most {BODY_SIZE_BYTES_MAX}, got {size}")
     return Header(MessageType(kind), request_id, size)

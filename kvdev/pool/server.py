@@ -227,8 +227,14 @@ class PoolServer:
             raise MessageError(f"pool {kind.name.lower()}: expected hello first")
         namespace, what = service.namespace, kind.name.lower()
         deadline = Deadline.after(REQUEST_TIMEOUT_S)
-        if kind == MessageType.RESERVE:
-            return service.reserve(connection.granted, parse_keys(what, body), deadline=deadline).tobytes()
+        if kind in (MessageType.RESERVE, MessageType.RESERVE_SOME):
+            grants = service.reserve(
+                connection.granted,
+                parse_keys(what, body),
+                may_be_fewer=kind == MessageType.RESERVE_SOME,
+                deadline=deadline,
+            )
+            return grants.tobytes()
         if kind == MessageType.COMMIT:
             return service.commit(connection.granted, parse_commit(body), deadline=deadline).tobytes()
         if kind == MessageType.FLUSH:

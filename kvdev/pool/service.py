@@ -93,12 +93,14 @@ class PoolService:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def reserve(self, granted: Granted, keys: KeyArray, *, deadline: Deadline) -> GrantArray:
+    def reserve(
+        self, granted: Granted, keys: KeyArray, *, may_be_fewer: bool, deadline: Deadline
+    ) -> GrantArray:
         if len(self._orphans) >= ORPHANS_MAX:
             raise UsageError(
                 f"{self.namespace.what}: {ORPHANS_MAX} clients went away while they wrote; try later"
             )
-        grants = self.namespace.reserve(keys, deadline=deadline)
+        grants = self.namespace.reserve(keys, may_be_fewer=may_be_fewer, deadline=deadline)
         granted.add(grants)
         return grants
 
@@ -112,16 +114,18 @@ class PoolService:
                 f"{self.namespace.what}: commit: expected {len(self.namespace.no_members())} members, "
                 f"got {len(commit.members)}"
             )
-        stored = self.namespace.commit(
-            commit.keys,
-            commit.grants,
-            commit.crc32c,
-            outcome=commit.outcome,
-            members=commit.members,
-            sent_ns=commit.sent_ns,
-            deadline=deadline,
-        )
-        granted.remove(commit.grants)
+        try:
+            stored = self.namespace.commit(
+                commit.keys,
+                commit.grants,
+                commit.crc32c,
+                outcome=commit.outcome,
+                members=commit.members,
+                sent_ns=commit.sent_ns,
+                deadline=deadline,
+            )
+        finally:
+            granted.remove(commit.grants)  # also when it raises: their slots may be another client's soon
         if stored.any():
             self.view.insert(
                 np.ascontiguousarray(commit.keys[stored]), np.ascontiguousarray(commit.grants[stored])

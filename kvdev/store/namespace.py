@@ -29,7 +29,7 @@ from kvdev.errors import (
     UnsupportedError,
     UsageError,
 )
-from kvdev.keys import KEY_SIZE_BYTES, KeyArray
+from kvdev.keys import KEY_SIZE_BYTES, KeyArray, check_keys
 from kvdev.native.index import (
     OUTCOME_FAILED,
     OUTCOME_UNKNOWN,
@@ -44,6 +44,7 @@ from kvdev.native.index import (
     table_buffer,
 )
 from kvdev.native.io import OPCODE_READ
+from kvdev.store.batch import check_commit, check_grants
 from kvdev.store.claim import leave, wait_fenced
 from kvdev.store.directory import Directory
 from kvdev.store.fence import Fence, is_conflict
@@ -427,7 +428,7 @@ class KvNamespace:
         """A grant to read each key's page; ``slot_index`` SLOT_NONE where it is not stored."""
         with self.mutex:
             self._check_usable()
-            return self._index.lookup(keys, touch=touch and self._counts_uses)[0]
+            return self._index.lookup(check_keys(keys), touch=touch and self._counts_uses)[0]
 
     def lookup_counted(self, keys: KeyArray) -> tuple[GrantArray, int]:
         """``lookup`` as a use, and how many of the keys are stored."""
@@ -438,13 +439,13 @@ class KvNamespace:
     def contains(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         with self.mutex:
             self._check_usable()
-            return self._index.contains(keys)
+            return self._index.contains(check_keys(keys))
 
     def longest_prefix(self, keys: KeyArray) -> int:
         """How many keys from the first on are stored."""
         with self.mutex:
             self._check_usable()
-            return self._index.longest_prefix(keys)
+            return self._index.longest_prefix(check_keys(keys))
 
     def verify(self, keys: KeyArray, grants: GrantArray, crc32c: Uint32Array) -> npt.NDArray[np.bool_]:
         """Where the bytes read under a grant are those put under its key, by their CRC32C."""
@@ -461,12 +462,17 @@ class KvNamespace:
         with self.mutex:
             return self._index.confirm(grants)
 
-    def reserve(self, keys: KeyArray, *, deadline: Deadline) -> GrantArray:
+    def reserve(self, keys: KeyArray, *, may_be_fewer: bool = False, deadline: Deadline) -> GrantArray:
         """Grants to write a page for each key, evicting at the quota by the namespace's policy.
 
         May flush, when only slots are left whose free records are not durable. Raises CapacityError when
         the batch exceeds ``batch_limit``, or when no slot can be had.
+
+        Args:
+            may_be_fewer: grant the first keys, at least one, where there are not slots for all: pages that are
+                replaced keep theirs until their successors are stored.
         """
+        check_keys(keys)
         with self.mutex:
             self._check_writable(deadline)
             count = len(keys)
@@ -489,9 +495,7 @@ class KvNamespace:
                 grants = self._index.reserve(count, self.page_size_bytes)
             if grants is None:
                 # Replaced pages keep their slots until the new ones are stored: make room for both.
-                self._evict(count - self._index.counts()[2], keys)
-                self._commit(deadline)
-                grants = self._index.reserve(count, self.page_size_bytes)
+                grants = self._reserve_beside(count, keys, deadline, may_be_fewer=may_be_fewer)
             if grants is None:
                 stat = self._index.stat()
                 raise CapacityError(
@@ -499,6 +503,24 @@ class KvNamespace:
                     f"{stat.reserved_count} reserved, {stat.quarantined_count} quarantined"
                 )
             return grants
+
+    def _reserve_beside(
+        self, count: int, keys: KeyArray, deadline: Deadline, *, may_be_fewer: bool
+    ) -> GrantArray | None:
+        """Slots beside those of the pages that are replaced: of evicted pages, else as many as are free."""
+        try:
+            self._evict(count - self._index.counts()[2], keys)
+            self._commit(deadline)
+            grants = self._index.reserve(count, self.page_size_bytes)
+        except CapacityError:
+            if not may_be_fewer:
+                raise
+            self._commit(deadline)
+            grants = None
+        if grants is None and may_be_fewer:
+            free_count = self._index.counts()[2]
+            grants = self._index.reserve(free_count, self.page_size_bytes) if free_count else None
+        return grants
 
     def _evict(self, count: int, kept_keys: KeyArray) -> None:
         if self.eviction_policy == "none":
@@ -535,7 +557,7 @@ class KvNamespace:
         deadline: Deadline,
     ) -> npt.NDArray[np.bool_]:
         """Make written grants readable, and give the others back: failed ones at once, those of unknown
-        fate never. Durable with the next ``flush``.
+        fate never. Durable with the next ``flush``. Also when it raises no grant is held any more.
 
         Args:
             outcome: per grant OUTCOME_WRITTEN, OUTCOME_FAILED or OUTCOME_UNKNOWN; all written if None.
@@ -543,20 +565,26 @@ class KvNamespace:
             sent_ns: monotonic time before the first of them was sent: slots of unknown fate are used again once
                 nothing sent since then can land; now if None, which may be never.
         """
+        if outcome is None:
+            outcome = np.zeros(len(keys), dtype=np.uint8)
+        check_commit(keys, grants, crc32c, outcome)
         with self.mutex:
-            self._check_writable(deadline)
             self._dirty_data |= self._io.all_members() if members is None else members
-            if outcome is None:
-                outcome = np.zeros(len(keys), dtype=np.uint8)
-            else:
-                lost = grants["slot_index"][outcome == OUTCOME_UNKNOWN].tolist()
-                since_ns = SYSTEM_CLOCK.monotonic_ns() if sent_ns is None else sent_ns
-                self._lost_slots.add(lost, since_ns=since_ns)
+            lost = grants["slot_index"][outcome == OUTCOME_UNKNOWN].tolist()
+            since_ns = SYSTEM_CLOCK.monotonic_ns() if sent_ns is None else sent_ns
+            self._lost_slots.add(lost, since_ns=since_ns)
             try:
-                return self._index.commit(keys, grants, crc32c, outcome)
-            except PendingFullError:
-                self._commit(deadline)
-                return self._index.commit(keys, grants, crc32c, outcome)
+                self._check_writable(deadline)
+                try:
+                    return self._index.commit(keys, grants, crc32c, outcome)
+                except PendingFullError:
+                    self._commit(deadline)
+                    return self._index.commit(keys, grants, crc32c, outcome)
+            except BaseException:
+                # What was written is whole, and nobody will ask for it: its slots can be used again.
+                outcome = np.where(outcome == OUTCOME_UNKNOWN, outcome, np.uint8(OUTCOME_FAILED))
+                self._index.commit(keys, grants, crc32c, outcome)
+                raise
 
     def release(
         self,
@@ -585,19 +613,19 @@ class KvNamespace:
         """
         with self.mutex:
             self._check_writable()
-            return self._index.pin(keys, is_pinned=True)
+            return self._index.pin(check_keys(keys), is_pinned=True)
 
     def unpin(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         """Let pages be evicted again; they count as used now."""
         with self.mutex:
             self._check_writable()
-            return self._index.pin(keys, is_pinned=False)
+            return self._index.pin(check_keys(keys), is_pinned=False)
 
     def delete(self, keys: KeyArray, *, deadline: Deadline) -> npt.NDArray[np.bool_]:
         """Remove pages; True where there was one. Until the next ``flush`` a crash may bring them back."""
         with self.mutex:
             self._check_writable(deadline)
-            done = np.zeros(len(keys), dtype=np.bool_)
+            done = np.zeros(len(check_keys(keys)), dtype=np.bool_)
             for start in range(0, len(keys), self._pending_limit):
                 part = slice(start, start + self._pending_limit)
                 self._make_room(len(keys[part]), deadline)
@@ -606,6 +634,7 @@ class KvNamespace:
 
     def withdraw(self, grants: GrantArray, *, deadline: Deadline) -> int:
         """Remove pages that proved to be bad, unless they were replaced meanwhile; returns how many."""
+        grants = check_grants(grants)
         with self.mutex:
             if self.mode != "owner":
                 return 0

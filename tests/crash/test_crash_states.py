@@ -387,13 +387,13 @@ class OneMemberForgotten(VolumeIo):
 class SlotReusedEarly(KvNamespace):
     """Canary: slots of evicted pages are handed out before their free records are durable."""
 
-    def reserve(self, keys: KeyArray, *, deadline: Deadline) -> GrantArray:
+    def reserve(self, keys: KeyArray, *, may_be_fewer: bool = False, deadline: Deadline) -> GrantArray:
         stat = self._index.stat()
         self._index.evict(max(0, stat.live_count + len(keys) - self.quota_pages))
         pending = self._index.collect()
         self._index.settle(pending[pending["state"] == 0])
         self._index.fail(pending[pending["state"] == 1])
-        return super().reserve(keys, deadline=deadline)
+        return super().reserve(keys, may_be_fewer=may_be_fewer, deadline=deadline)
 
 
 class FirstWriteFails:

@@ -39,14 +39,10 @@ from kvdev.pool.protocol import (
     parse_keys,
 )
 from kvdev.pool.server import PoolServer
-from kvdev.pool.service import PoolService
 from kvdev.session import Session, open_pool
 from kvdev.store import PageStatus, Volume
 from kvdev.testing.target import running_target
-
-GEOMETRY = Geometry(model_id="pool", layer_count=1, kv_head_count=1, head_size=64, tokens_per_page=32)
-PAGE = GEOMETRY.page_size_bytes
-QUOTA = 64
+from tests.served import GEOMETRY, PAGE, QUOTA, ServerThread, keys_of, make_volume, pages_of, soon
 
 ENGINE = """
 import sys
@@ -85,20 +81,6 @@ while True:
 """
 
 
-def soon() -> Deadline:
-    return Deadline.after(60)
-
-
-def keys_of(numbers: Any) -> Any:
-    keys = np.zeros((len(numbers), 32), dtype=np.uint8)
-    keys[:, :8] = np.asarray(numbers, dtype="<u8").view(np.uint8).reshape(-1, 8)
-    return keys
-
-
-def pages_of(numbers: Any) -> Any:
-    return np.stack([np.random.default_rng(n).integers(0, 256, PAGE, np.uint8) for n in numbers])
-
-
 @pytest.fixture(autouse=True)
 def runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -106,41 +88,7 @@ def runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def volume(tmp_path: Path) -> str:
-    paths = [tmp_path / f"m{index}" for index in range(2)]
-    for path in paths:
-        path.touch()
-        os.truncate(path, 8 << 20)
-    uri = "vol:" + ",".join(f"file:{path}" for path in paths)
-    with Session() as session:
-        made = Volume.create(session.open_members(uri), name="v", strip_size_bytes=16384, deadline=soon())
-        for name in ("kv", "rank1"):
-            made.create_namespace(name, GEOMETRY, quota_pages=QUOTA, deadline=soon())
-    return uri
-
-
-class ServerThread:
-    """A pool server in this process."""
-
-    def __init__(self, volume: str, path: Path, *names: str) -> None:
-        self.path = str(path)
-        self.session = Session()
-        opened = self.session.open_volume(volume)
-        self.services = [PoolService(opened, name, deadline=soon()) for name in names or ("kv",)]
-        host = {"host_nqn": self.session.host.host_nqn, "host_id": str(self.session.host.host_id)}
-        self.server = PoolServer(
-            self.path, self.services, volume_uris=[volume] * len(self.services), host=host
-        )
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self.server.serve, args=(self._stop.is_set,))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(60)
-        self.server.close()
-        for service in self.services:
-            service.close(soon())
-        self.session.close()
+    return make_volume(tmp_path)
 
 
 @pytest.fixture
@@ -304,9 +252,9 @@ NO_MESSAGES: list[tuple[bytes, str]] = [
     (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "magic+0x0: expected 4b445650, got 47455420"),
     (
         HEADER.pack(MAGIC, VERSION + 1, 2, 1, 0, 0),
-        "version+0x4: expected 1, got 2: use the same kvdev on both sides",
+        f"version+0x4: expected {VERSION}, got {VERSION + 1}: use the same kvdev on both sides",
     ),
-    (HEADER.pack(MAGIC, VERSION, 99, 1, 0, 0), "type+0x6: expected 1 to 10, got 99"),
+    (HEADER.pack(MAGIC, VERSION, 99, 1, 0, 0), "type+0x6: expected 1 to 11, got 99"),
     (
         HEADER.pack(MAGIC, VERSION, 2, 1, BODY_SIZE_BYTES_MAX + 1, 0),
         "size+0xc: expected at most 8388608, got 8388609",

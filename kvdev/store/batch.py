@@ -1,0 +1,237 @@
+"""Batches of pages: what can be wrong with one, told before any I/O, and what each page's answer looks like.
+
+One place for the owner's page store (``page_store``), for the halves of it (``namespace``) and for clients of a
+pool process (``kvdev.pool``). Not here: moving pages; which slots they get.
+Trust: every argument is a caller's; raises only UsageError and CapacityError for bad ones.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdev.buffers import AddressArray, Pages, page_addresses
+from kvdev.errors import CapacityError, CorruptionError, KvdevError, UsageError
+from kvdev.keys import KeyArray, check_keys
+from kvdev.native.index import (
+    GRANT_DTYPE,
+    OUTCOME_FAILED,
+    OUTCOME_UNKNOWN,
+    OUTCOME_WRITTEN,
+    GrantArray,
+    Uint8Array,
+    Uint32Array,
+    find_duplicate,
+)
+
+OUTCOME_MAX = max(OUTCOME_WRITTEN, OUTCOME_FAILED, OUTCOME_UNKNOWN)
+
+
+class PageStatus(enum.IntEnum):
+    """What a batch says of one page."""
+
+    MISS = 0
+    HIT = 1
+    ERROR = 2
+    STORED = 3
+
+
+StatusArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class PutResult:
+    """Per page STORED or ERROR; ``failure`` is the first page's error."""
+
+    status: StatusArray
+    crc32c: Uint32Array
+    failure: KvdevError | None
+
+    @property
+    def stored_count(self) -> int:
+        return int((self.status == PageStatus.STORED).sum())
+
+    @property
+    def error_count(self) -> int:
+        return int((self.status == PageStatus.ERROR).sum())
+
+
+@dataclass(frozen=True)
+class GetResult:
+    """Per page HIT, MISS or ERROR.
+
+    Only a HIT's bytes may be used; an ERROR's are undefined, a MISS's untouched, unless a follower found the page
+    replaced when it had read it. ``crc32c`` is that of the
+    bytes read with ``verify="store"``, and what the bytes must have with ``verify="kernel"``.
+    """
+
+    status: StatusArray
+    crc32c: Uint32Array
+    grants: GrantArray
+    failure: KvdevError | None
+
+    @property
+    def hit_count(self) -> int:
+        return int((self.status == PageStatus.HIT).sum())
+
+    @property
+    def miss_count(self) -> int:
+        return int((self.status == PageStatus.MISS).sum())
+
+    @property
+    def error_count(self) -> int:
+        return int((self.status == PageStatus.ERROR).sum())
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+def check_batch(
+    keys: KeyArray,
+    pages: Pages,
+    *,
+    page_size_bytes: int,
+    is_written: bool,
+    checksums: Uint32Array | None = None,
+) -> AddressArray:
+    """Everything that can be wrong with a put or get; the pages' addresses.
+
+    Args:
+        is_written: whether the pages' memory is written, as by a get.
+    """
+    check_keys(keys)
+    addresses = page_addresses(pages, page_size_bytes, is_written=is_written)
+    if len(addresses) != len(keys):
+        raise UsageError(f"pages: expected one page per key, got {len(addresses)} for {len(keys)} keys")
+    check_distinct(keys)
+    if checksums is not None:
+        check_array("checksums", checksums, len(keys), np.dtype(np.uint32))
+    return addresses
+
+
+def check_distinct(keys: KeyArray) -> KeyArray:
+    """The keys, each of them once; else UsageError naming the one that repeats another."""
+    place = find_duplicate(check_keys(keys))
+    if place is not None:
+        raise UsageError(f"keys: key {place} ({keys[place].tobytes().hex()[:16]}...) is in the batch twice")
+    return keys
+
+
+def check_quota(what: str, count: int, quota_pages: int) -> None:
+    """CapacityError for a batch that could never be stored as a whole."""
+    if count > quota_pages:
+        raise CapacityError(f"{what}: put: expected at most the quota of {quota_pages} pages, got {count}")
+
+
+def check_array(name: str, array: object, count: int, dtype: np.dtype[np.generic]) -> None:
+    """UsageError unless it is a ``(count,)`` array of this type."""
+    got = type(array).__name__
+    if isinstance(array, np.ndarray):
+        if array.shape == (count,) and array.dtype == dtype:
+            return
+        got = f"{array.shape} {_type_name(array.dtype)}"
+    raise UsageError(f"{name}: expected a ({count},) {_type_name(dtype)} array, got {got}")
+
+
+def _type_name(dtype: np.dtype[np.generic]) -> str:
+    return "grant" if dtype == GRANT_DTYPE else str(dtype)
+
+
+def check_grants(grants: GrantArray) -> GrantArray:
+    """The grants as a contiguous array of their type; UsageError for anything else."""
+    check_array("grants", grants, len(grants) if isinstance(grants, np.ndarray) else 0, GRANT_DTYPE)
+    return np.ascontiguousarray(grants)
+
+
+def check_commit(keys: KeyArray, grants: GrantArray, crc32c: Uint32Array, outcome: Uint8Array) -> None:
+    """What written grants are given back with: an element each for every key."""
+    check_keys(keys)
+    for name, array, dtype in (
+        ("grants", grants, GRANT_DTYPE),
+        ("crc32c", crc32c, np.dtype(np.uint32)),
+        ("outcome", outcome, np.dtype(np.uint8)),
+    ):
+        check_array(name, array, len(keys), dtype)
+        if not array.flags.c_contiguous:
+            raise UsageError(f"{name}: expected a contiguous array, got strides {array.strides}")
+    if outcome.max(initial=0) > OUTCOME_MAX:
+        raise UsageError(f"outcome: expected 0 to {OUTCOME_MAX}, got {int(outcome.max())}")
+
+
+def mismatch_error(
+    what: str,
+    positions: npt.NDArray[np.intp],
+    is_bad: npt.NDArray[np.bool_],
+    grants: GrantArray,
+    actual: Uint32Array,
+) -> CorruptionError:
+    """The first page whose bytes are not those put under its key; ``positions`` are places in the caller's batch."""
+    first = int(np.flatnonzero(is_bad)[0])
+    place, expected = int(positions[first]), int(grants["checksum"][first]) & 0xFFFF_FFFF
+    return CorruptionError(
+        f"{what}: page {place} of the batch: checksum: expected 0x{expected:08x}, "
+        f"got 0x{int(actual[first]):08x}; withdrawn",
+        extent=place,
+        expected=expected,
+        actual=int(actual[first]),
+    )
+
+
+# --- a batch in parts ------------------------------------------------------------------------
+
+PutSome = Callable[
+    [KeyArray, AddressArray, "Uint32Array | None"],
+    "tuple[npt.NDArray[np.bool_], Uint32Array, KvdevError | None]",
+]
+"""Stores the first pages it is given, at least one: which of those are stored, their CRC32C, and the first error."""
+
+
+def put_in_parts(
+    put_some: PutSome,
+    keys: KeyArray,
+    addresses: AddressArray,
+    checksums: Uint32Array | None,
+    *,
+    limit: int,
+    ends_with: tuple[type[KvdevError], ...] = (),
+) -> PutResult:
+    """Put a batch part by part, at most ``limit`` pages at once, and say of each page what became of it.
+
+    CapacityError is raised while nothing of the batch has been written. Later it is the answer of the pages, one by
+    one, that have no room.
+
+    Args:
+        ends_with: errors after which whatever is left of the batch has failed too.
+    """
+    status = np.full(len(keys), PageStatus.ERROR, dtype=np.uint8)
+    crc32c = np.zeros(len(keys), dtype=np.uint32)
+    failure: KvdevError | None = None
+    done, step = 0, limit
+    while done < len(keys):
+        part = slice(done, done + step)
+        given = None if checksums is None else np.ascontiguousarray(checksums[part])
+        try:
+            stored, checked, problem = put_some(keys[part], addresses[part], given)
+        except CapacityError as error:
+            if not done:
+                raise
+            if step > 1 and len(keys[part]) > 1:
+                step = max(1, min(step, len(keys[part])) // 2)  # some of them may have room
+                continue
+            failure = failure or CapacityError(f"page {done} of the batch: {error}")
+            done += 1
+            continue
+        except ends_with as error:
+            failure = failure or error
+            break
+        part = slice(done, done + len(stored))
+        status[part][stored] = PageStatus.STORED
+        crc32c[part] = checked
+        failure = failure or problem
+        done += len(stored)
+        step = min(limit, 2 * step)
+    return PutResult(status, crc32c, failure)
