@@ -36,7 +36,7 @@ fi
 qemu-system-x86_64 -name lab-hosted -M pc -accel "${ACCEL:-tcg,thread=multi}" -cpu Nehalem,+rdrand \
     -smp "${SMP:-2}" -m "${MEM:-1024}" -nodefaults -no-reboot -display none -serial "file:$tmp/log" \
     -kernel "$LAB/vmlinuz" -initrd "$LAB/target.img" \
-    -append "console=ttyS0 quiet panic=-1 mitigations=off lab.role=hosted lab.limit=$limit $linkpar \
+    -append "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check lab.role=hosted lab.limit=$limit $linkpar \
 lab.mods=$(echo "${MODS:-}" | tr ' ' ,) ${APPEND:-}" \
     -drive "file=$tmp/job.tar,format=raw,if=virtio,readonly=on" \
     -drive "file=$tmp/out.tar,format=raw,if=virtio" \
