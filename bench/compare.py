@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -310,6 +311,9 @@ def run(scale: Scale, other: Path, arguments: list[str], *, seed: int) -> dict[s
 
 
 def commit_of(tree: Path) -> str:
+    """As git names it; a machine may have the tree without git."""
+    if shutil.which("git") is None:
+        return "unknown"
     done = subprocess.run(
         ["git", "-C", str(tree), "describe", "--always", "--dirty"],
         capture_output=True,
