@@ -8,10 +8,10 @@ Threads: a namespace is driven by the one thread that drives its queue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -65,12 +65,15 @@ from kvdev.wire.identify import (
     ONCS_WRITE_ZEROES,
     Cns,
     Csi,
+    CsiControllerNvm,
     IdentifyNamespace,
     NsDescriptorList,
     parse_nsid_list,
 )
 from kvdev.wire.layout import WireError
 from kvdev.wire.nvme import COPY_RANGE_BYTES, DSM_RANGE_BYTES, DsmRange, Status, build_copy_ranges
+
+_T = TypeVar("_T")
 
 NAMESPACE_COUNT_MAX = 4096
 """Namespaces of one controller that are looked at: a bound on what it can make us ask."""
@@ -293,6 +296,8 @@ class ControllerSource(Protocol):
     @property
     def fence_ns(self) -> int: ...
 
+    def ask(self, question: Callable[[Controller], _T], *, deadline: Deadline) -> _T: ...
+
     def forget(self, namespace: NvmeNamespace) -> None: ...
 
 
@@ -386,7 +391,7 @@ class NvmeNamespace(BlockDevice):
         """Zero a range without sending zeroes; split at what one command may cover."""
         self.check_feature(ONCS_WRITE_ZEROES, "write zeroes")
         self._check_range(slba, block_count)
-        nvm = self.controller.nvm_limits(deadline=deadline)
+        nvm = self._nvm_limits(deadline)
         piece = limits.write_zeroes_blocks(
             wzsl=nvm.wzsl,
             mpsmin=self.controller.cap.mpsmin,
@@ -404,7 +409,7 @@ class NvmeNamespace(BlockDevice):
         """
         self.check_feature(ONCS_VERIFY, "verify")
         self._check_range(slba, block_count)
-        nvm = self.controller.nvm_limits(deadline=deadline)
+        nvm = self._nvm_limits(deadline)
         piece = limits.verify_blocks(
             vsl=nvm.vsl,
             mpsmin=self.controller.cap.mpsmin,
@@ -533,7 +538,7 @@ class NvmeNamespace(BlockDevice):
         self.check_feature(ONCS_DSM, "deallocate")
         for slba, block_count in ranges:
             self._check_range(slba, block_count)
-        nvm = self.controller.nvm_limits(deadline=deadline)
+        nvm = self._nvm_limits(deadline)
         groups = limits.deallocate_groups(ranges, dmrl=nvm.dmrl, dmrsl=nvm.dmrsl, dmsl=nvm.dmsl)
         if not groups:
             return
@@ -550,6 +555,11 @@ class NvmeNamespace(BlockDevice):
         ios["buf_addr"] = np.uint64(address_of(payload)) + np.cumsum(sizes) - sizes
         ios["byte_count"] = sizes
         execute(self, ios, deadline)
+
+    def _nvm_limits(self, deadline: Deadline) -> CsiControllerNvm:
+        return self._source.ask(
+            lambda controller: controller.nvm_limits(deadline=deadline), deadline=deadline
+        )
 
     def close(self) -> None:
         """Forget the namespace; its controller stays."""

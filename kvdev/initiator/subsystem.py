@@ -11,11 +11,21 @@ import dataclasses
 import errno
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvdev.clock import Deadline
-from kvdev.errors import ConnectError, KvdevError, TransportError, UnsupportedError, UsageError
+from kvdev.errors import (
+    ConnectError,
+    ConnectionLostError,
+    DeadlineError,
+    KvdevError,
+    TransportError,
+    UnsupportedError,
+    UsageError,
+)
 from kvdev.initiator.change import Change, ana_path_states, compare
+from kvdev.initiator.channel import sooner
 from kvdev.initiator.controller import Controller, no_path_error
 from kvdev.initiator.event import EventKind, EventQueue, HostEvent
 from kvdev.initiator.host import HostIdentity
@@ -35,6 +45,8 @@ _KINDS = {
     Change.REMOVED: EventKind.NAMESPACE_REMOVED,
     Change.REPLACED: EventKind.NAMESPACE_REPLACED,
 }
+
+_T = TypeVar("_T")
 
 
 class Subsystem:
@@ -167,6 +179,26 @@ class Subsystem:
         if failures:
             raise failures[0]
         raise ConnectError(f"{self.where}: no path: {self.paths[0].reason}", trid=str(self.uri.address))
+
+    def ask(self, question: Callable[[Controller], _T], *, deadline: Deadline) -> _T:
+        """What an association answers; one that is lost meanwhile is waited out as I/O waits it out.
+
+        Raises ConnectionLostError or DeadlineError when no path comes back within ``fail_after_s`` or the deadline.
+        """
+        fail_after_s = self.options.fail_after_s
+        limit = deadline if fail_after_s is None else sooner(deadline, fail_after_s)
+        while True:
+            controller = self.controller
+            try:
+                return question(controller)
+            except (ConnectionLostError, DeadlineError):
+                if self.is_ended or limit.is_expired:
+                    raise
+            with self._changed:
+                for path in self.paths:
+                    if path.is_live and path.controller is controller:
+                        path.look()
+                self._changed.wait(min(limit.remaining_s(), 0.1))
 
     # ---- namespaces ----
 

@@ -376,8 +376,12 @@ class PeerConnection:
         self.sock.close()
 
     def reset(self) -> None:
-        """End so that the host sees a connection reset; from another thread, the script's end is waited for."""
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        """End so that the host sees a connection reset; from another thread, the script's end is waited for.
+
+        One that has ended already, as when the host gives up on all of an association, stays so.
+        """
+        with contextlib.suppress(OSError):
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if threading.get_ident() == self.script_ident:
             self.sock.close()
             return

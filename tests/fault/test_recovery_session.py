@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,6 +160,24 @@ def test_io_when_target_is_killed_and_restarted_then_goes_on_by_itself(
         assert not first.is_alive
         info = subsystem.path_infos[0]
         assert (info.stage, info.loss_count, info.attempt_count) == (PathStage.LIVE, 2, 0)
+
+
+def test_zeroing_when_the_association_goes_before_its_limits_are_asked_then_goes_on(net: Net) -> None:
+    """A controller's limits are asked once it is needed: that question meets a lost connection too."""
+    with Session(host=HOST, options=QUICK) as kv:
+        device = kv.open_device(f"{net.uri}?nsid=1")
+        assert isinstance(device, NvmeNamespace)
+        write_blocks(device, 0, b"\x22" * 8 * device.block_size_bytes, soon())
+        asks: list[Callable[[], None]] = [
+            lambda: device.write_zeroes(0, 4, soon()),
+            lambda: device.verify(0, 8, soon()),
+            lambda: device.deallocate([(4, 2)], soon()),
+        ]
+        for ask in asks:
+            net.relay.cut()
+            net.relay.mend()
+            ask()
+        assert not read_blocks(device, 0, 4, soon()).any()
 
 
 def test_write_when_cut_under_it_then_held_for_the_rule_and_sent_again(net: Net) -> None:
