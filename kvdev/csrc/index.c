@@ -449,28 +449,12 @@ uint32_t kvdev_index_lookup(struct kvdev_index *index, const uint8_t *keys, uint
 uint32_t kvdev_index_contains(const struct kvdev_index *index, const uint8_t *keys, uint32_t count,
                               uint8_t *found)
 {
-    uint32_t hits = 0;
-    for (uint32_t done = 0; done < count; done += GROUP) {
-        uint32_t group = group_size(count - done);
-        (void)kvdev_hash_has_group(&index->hash, keys + (size_t)done * 32, group, found + done);
-        for (uint32_t i = 0; i < group; i++) {
-            hits += found[done + i];
-        }
-    }
-    return hits;
+    return kvdev_hash_contains(&index->hash, keys, count, found);
 }
 
 uint32_t kvdev_index_prefix(const struct kvdev_index *index, const uint8_t *keys, uint32_t count)
 {
-    uint8_t found[GROUP];
-    for (uint32_t done = 0; done < count; done += GROUP) {
-        uint32_t group = group_size(count - done);
-        uint32_t leading = kvdev_hash_has_group(&index->hash, keys + (size_t)done * 32, group, found);
-        if (leading < group) {
-            return done + leading;
-        }
-    }
-    return count;
+    return kvdev_hash_prefix(&index->hash, keys, count);
 }
 
 int kvdev_index_reserve(struct kvdev_index *index, uint32_t count, uint32_t length,

@@ -82,12 +82,18 @@ static inline uint64_t fold(uint64_t a, uint64_t b)
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
+static inline uint64_t word_at(const uint8_t *key, size_t index)
+{
+    uint64_t word;
+    memcpy(&word, key + index * sizeof(word), sizeof(word));
+    return word;
+}
+
 static inline struct kvdev_mark mark_of(const struct kvdev_hash *hash, const uint8_t *key)
 {
-    uint64_t word[4];
-    memcpy(word, key, sizeof(word));
-    uint64_t low = fold(word[0] ^ hash->seed[0], word[1] ^ hash->seed[1]);
-    uint64_t high = fold(word[2] ^ hash->seed[2], word[3] ^ hash->seed[3]);
+    /* Word by word: an array of all four would go through memory. */
+    uint64_t low = fold(word_at(key, 0) ^ hash->seed[0], word_at(key, 1) ^ hash->seed[1]);
+    uint64_t high = fold(word_at(key, 2) ^ hash->seed[2], word_at(key, 3) ^ hash->seed[3]);
     uint64_t print = fold(low ^ hash->seed[1], high ^ hash->seed[2]);
     uint64_t place = (low ^ (high << 29 | high >> 35)) * 0x9e3779b97f4a7c15ull >> 32;
     return (struct kvdev_mark){
@@ -310,41 +316,121 @@ void kvdev_hash_find_group(const struct kvdev_hash *hash, const struct kvdev_ima
     }
 }
 
-#define MAYBE 2u
+/* --- whether keys are there ------------------------------------------------------------------ */
 
-static inline uint8_t look(const struct kvdev_hash *hash, struct kvdev_mark mark)
+#define STEP 16u       /* keys of one step: a bit each, and a loop without a branch */
+#define STEPS_AHEAD 2u /* steps between the fetch of a line and its use: more than the misses a core keeps under way */
+#define RING_STEPS 4u  /* steps whose marks are kept: those ahead, one being looked at, one being settled */
+#define KEYS_AHEAD 64u /* keys are read in a row, but a processor fetches ahead within a small page only */
+
+_Static_assert(RING_STEPS >= STEPS_AHEAD + 2 && (RING_STEPS & (RING_STEPS - 1)) == 0, "marks outlive their last use");
+
+/* Whether one of the eight places of a line holds the print; cheaper than which. */
+static inline int line_has(const uint64_t *line, uint64_t print)
 {
-    if (matches(hash, mark.home, mark.print) != 0) {
-        return 1;
+#ifdef __SSE2__
+    __m128i wanted = _mm_set1_epi64x((long long)print);
+    __m128i any = _mm_setzero_si128();
+    for (uint32_t i = 0; i < WAYS; i += 2) {
+        __m128i halves = _mm_cmpeq_epi32(_mm_load_si128((const __m128i *)(const void *)(line + i)), wanted);
+        any = _mm_or_si128(any, _mm_and_si128(halves, _mm_shuffle_epi32(halves, 0xb1)));
     }
-    if (matches(hash, mark.home, EMPTY) != 0) {
-        return 0;
+    return _mm_movemask_epi8(any) != 0;
+#else
+    uint32_t any = 0;
+    for (uint32_t i = 0; i < WAYS; i++) {
+        any |= line[i] == print;
     }
-    __builtin_prefetch(&hash->prints[(size_t)next_line(hash, mark.home) * WAYS]);
-    return MAYBE;
+    return any != 0;
+#endif
 }
 
-uint32_t kvdev_hash_has_group(const struct kvdev_hash *hash, const uint8_t *keys, uint32_t count,
-                              uint8_t *found)
+/* What is known of the keys of one step. */
+struct step {
+    struct kvdev_mark marks[STEP];
+    uint32_t is_there;
+    uint32_t is_unsure; /* the home line is full and does not have it */
+};
+
+static inline uint32_t step_size(uint32_t count, uint32_t first)
 {
-    struct kvdev_mark marks[KVDEV_INDEX_GROUP];
-    uint32_t leading = 0;
-    for (uint32_t i = 0; i < count + 2 * LOOKAHEAD; i++) {
-        if (i < count) {
-            marks[i] = mark_of(hash, keys + (size_t)i * 32);
-            __builtin_prefetch(&hash->prints[(size_t)marks[i].home * WAYS]);
-        }
-        uint32_t middle = i - LOOKAHEAD; /* wraps far above count */
-        if (middle < count) {
-            found[middle] = look(hash, marks[middle]);
-        }
-        uint32_t last = i - 2 * LOOKAHEAD;
-        if (last < count) {
-            if (found[last] == MAYBE) {
-                found[last] = (uint8_t)has_print_behind(hash, marks[last]);
-            }
-            leading += leading == last && found[last];
+    return count - first < STEP ? count - first : STEP;
+}
+
+static inline void fetch_step(const struct kvdev_hash *hash, const uint8_t *keys, uint32_t size, struct step *step)
+{
+    for (uint32_t i = 0; i < size; i++) {
+        const uint8_t *key = keys + (size_t)i * 32;
+        __builtin_prefetch(key + (size_t)KEYS_AHEAD * 32); /* past the end it does nothing */
+        step->marks[i] = mark_of(hash, key);
+        __builtin_prefetch(&hash->prints[(size_t)step->marks[i].home * WAYS]);
+    }
+}
+
+static inline void look_step(const struct kvdev_hash *hash, uint32_t size, struct step *step)
+{
+    step->is_there = 0;
+    step->is_unsure = 0;
+    for (uint32_t i = 0; i < size; i++) {
+        const uint64_t *line = &hash->prints[(size_t)step->marks[i].home * WAYS];
+        if (line_has(line, step->marks[i].print)) {
+            step->is_there |= 1u << i;
+        } else if (!line_has(line, EMPTY)) {
+            step->is_unsure |= 1u << i;
+            __builtin_prefetch(&hash->prints[(size_t)next_line(hash, step->marks[i].home) * WAYS]);
         }
     }
-    return leading;
+}
+
+static inline void settle_step(const struct kvdev_hash *hash, struct step *step)
+{
+    for (uint32_t bits = step->is_unsure; bits != 0; bits &= bits - 1) {
+        uint32_t i = (uint32_t)__builtin_ctz(bits);
+        step->is_there |= (uint32_t)has_print_behind(hash, step->marks[i]) << i;
+    }
+}
+
+/* Keys pass through three stages, in steps that run behind one another: hash and fetch the line; look into it; look
+ * behind it, which one key in forty needs. The whole batch is one run, so that misses overlap to its end. With `found`
+ * every key is asked for, and the answer is how many are there; without, how many from the first on are. */
+static uint32_t ask(const struct kvdev_hash *hash, const uint8_t *keys, uint32_t count, uint8_t *found)
+{
+    struct step ring[RING_STEPS];
+    uint32_t step_count = count / STEP + (count % STEP != 0);
+    uint32_t hits = 0;
+    for (uint32_t at = 0; at < step_count + STEPS_AHEAD + 1; at++) {
+        if (at < step_count) {
+            fetch_step(hash, keys + (size_t)at * STEP * 32, step_size(count, at * STEP), &ring[at % RING_STEPS]);
+        }
+        uint32_t middle = at - STEPS_AHEAD; /* wraps far above the count */
+        if (middle < step_count) {
+            look_step(hash, step_size(count, middle * STEP), &ring[middle % RING_STEPS]);
+        }
+        uint32_t last = middle - 1;
+        if (last >= step_count) {
+            continue;
+        }
+        struct step *step = &ring[last % RING_STEPS];
+        uint32_t size = step_size(count, last * STEP);
+        settle_step(hash, step);
+        if (found != NULL) {
+            for (uint32_t i = 0; i < size; i++) {
+                found[(size_t)last * STEP + i] = (uint8_t)(step->is_there >> i & 1);
+            }
+            hits += (uint32_t)__builtin_popcount(step->is_there);
+        } else if (step->is_there != (1u << size) - 1) {
+            return last * STEP + (uint32_t)__builtin_ctz(~step->is_there);
+        }
+    }
+    return found != NULL ? hits : count;
+}
+
+uint32_t kvdev_hash_contains(const struct kvdev_hash *hash, const uint8_t *keys, uint32_t count, uint8_t *found)
+{
+    return ask(hash, keys, count, found);
+}
+
+uint32_t kvdev_hash_prefix(const struct kvdev_hash *hash, const uint8_t *keys, uint32_t count)
+{
+    return ask(hash, keys, count, NULL);
 }

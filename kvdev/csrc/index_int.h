@@ -78,9 +78,10 @@ void kvdev_hash_replace(struct kvdev_hash *hash, struct kvdev_mark mark, uint32_
 /* Slots of up to KVDEV_INDEX_GROUP keys, their misses overlapping. */
 void kvdev_hash_find_group(const struct kvdev_hash *hash, const struct kvdev_image *image, const uint8_t *keys,
                            uint32_t count, uint32_t *slots);
-/* Which of up to KVDEV_INDEX_GROUP keys are there, by their marks; returns how many from the first on are. */
-uint32_t kvdev_hash_has_group(const struct kvdev_hash *hash, const uint8_t *keys, uint32_t count,
-                              uint8_t *found);
+/* Which keys are there, by their marks; returns how many are. */
+uint32_t kvdev_hash_contains(const struct kvdev_hash *hash, const uint8_t *keys, uint32_t count, uint8_t *found);
+/* How many keys from the first on are there, by their marks. */
+uint32_t kvdev_hash_prefix(const struct kvdev_hash *hash, const uint8_t *keys, uint32_t count);
 
 /* --- order ----------------------------------------------------------------------------------- */
 

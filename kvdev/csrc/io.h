@@ -38,13 +38,13 @@ struct kvdev_io_done {         /* one completion */
 };
 
 struct kvdev_io_group {        /* commands that complete together: the pieces of one page */
-    uint64_t buf_addr;         /* span whose CRC32C is computed when the last piece has arrived */
+    uint64_t buf_addr;         /* span whose CRC32C is computed as pieces complete, which together are the span */
     uint64_t byte_count;
     uint64_t submit_ns;        /* of its first command */
     uint64_t complete_ns;      /* of its last */
     uint32_t remaining;        /* commands outstanding; set by the submitter, counted down by the core */
     uint32_t flags;            /* KVDEV_GROUP_CRC32C */
-    uint32_t crc32c;           /* out */
+    uint32_t crc32c;           /* out, when none remains; 0 at first, and of a group with an error */
     int32_t error;             /* out: of the first command that failed, 0 if none */
     uint16_t status;           /* out: NVMe status of that command */
     uint16_t reserved[7];

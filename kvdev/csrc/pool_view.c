@@ -7,6 +7,8 @@
 #define PROBE_COUNT 16u      /* places a key may stand in, one after the other */
 #define PLACES_PER_SLOT 4u   /* at a quarter full, sixteen places of live keys in a row do not happen */
 #define READ_COUNT 4u        /* looks at an entry that is being written */
+#define AHEAD 16u            /* keys between the fetch of hint or entry and its use: as many misses overlap */
+#define HOMES (4u * AHEAD)   /* keys whose home is kept: a power of two, more than two distances */
 
 static uint64_t mix(uint64_t x)
 {
@@ -119,9 +121,8 @@ void kvdev_view_fill(const struct kvdev_view *view)
     }
 }
 
-static uint32_t find(const struct kvdev_view *view, const uint8_t *key, struct kvdev_grant *grant)
+static uint32_t find(const struct kvdev_view *view, const uint8_t *key, uint32_t home, struct kvdev_grant *grant)
 {
-    uint32_t home = home_of(view, key);
     uint64_t newest = 0;
     uint32_t found = 0;
     *grant = (struct kvdev_grant){ .slot_index = KVDEV_SLOT_NONE };
@@ -145,12 +146,34 @@ static uint32_t find(const struct kvdev_view *view, const uint8_t *key, struct k
     return found;
 }
 
+/* Fetch the entry that the first hint names: where it is another key's, finding goes on without. */
+static void fetch_entry(const struct kvdev_view *view, uint32_t home)
+{
+    uint32_t hint = __atomic_load_n(&view->hints[home], __ATOMIC_RELAXED);
+    if (hint != 0 && hint <= view->slot_count) {
+        __builtin_prefetch(entry_of(view, hint - 1));
+    }
+}
+
 uint32_t kvdev_view_lookup(const struct kvdev_view *view, const uint8_t *keys, uint32_t count, int is_prefix,
                            struct kvdev_grant *grants)
 {
+    uint32_t homes[HOMES];
     uint32_t hits = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        uint32_t found = find(view, keys + (size_t)i * 32, &grants[i]);
+    for (uint32_t i = 0; i < count + 2 * AHEAD; i++) {
+        if (i < count) {
+            homes[i % HOMES] = home_of(view, keys + (size_t)i * 32);
+            __builtin_prefetch(&view->hints[homes[i % HOMES]]);
+        }
+        uint32_t middle = i - AHEAD; /* wraps far above the count */
+        if (middle < count) {
+            fetch_entry(view, homes[middle % HOMES]);
+        }
+        uint32_t last = i - 2 * AHEAD;
+        if (last >= count) {
+            continue;
+        }
+        uint32_t found = find(view, keys + (size_t)last * 32, homes[last % HOMES], &grants[last]);
         hits += found;
         if (is_prefix && !found) {
             break;

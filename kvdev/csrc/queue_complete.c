@@ -5,6 +5,33 @@
 
 #include "crc32c.h"
 
+#define CRC_WHOLE_MAX ((uint64_t)256 << 10) /* a span that stays in the second-level cache until its last piece */
+
+/* One piece's part of its group's checksum: its own CRC, moved to where the piece stands; all of them add up to the CRC of
+ * the span. So a long page is read while each piece is in the cache and the others are on their way: at its end it would
+ * be out of reach, and the device idle for as long as that pass takes. */
+static void crc_add(struct kvdev_io_group *group, const struct kvdev_io *io)
+{
+    uint64_t span_end = group->buf_addr + group->byte_count;
+    uint64_t start = io->buf_addr > group->buf_addr ? io->buf_addr : group->buf_addr;
+    uint64_t end = io->buf_addr + io->byte_count;
+    if (end > span_end)
+        end = span_end;
+    if (start < end)
+        group->crc32c ^= kvdev_crc32c_combine(kvdev_crc32c(0, (const void *)(uintptr_t)start, end - start), 0,
+                                              span_end - end);
+}
+
+static void crc_note(struct kvdev_io_group *group, const struct kvdev_io *io)
+{
+    if (group->error)
+        group->crc32c = 0;
+    else if (group->byte_count > CRC_WHOLE_MAX)
+        crc_add(group, io);
+    else if (group->remaining == 1) /* now, while the page is still in the cache */
+        group->crc32c = kvdev_crc32c(0, (const void *)(uintptr_t)group->buf_addr, group->byte_count);
+}
+
 static void group_count_down(const struct node *node)
 {
     struct kvdev_io_group *group = (struct kvdev_io_group *)(uintptr_t)node->io.group_addr;
@@ -14,12 +41,10 @@ static void group_count_down(const struct node *node)
     }
     if (!group->remaining)
         return;
-    if (group->remaining == 1) {
+    if (group->flags & KVDEV_GROUP_CRC32C)
+        crc_note(group, &node->io);
+    if (group->remaining == 1)
         group->complete_ns = node->complete_ns;
-        /* Now, while the page is still in the cache. */
-        if ((group->flags & KVDEV_GROUP_CRC32C) && !group->error)
-            group->crc32c = kvdev_crc32c(0, (const void *)(uintptr_t)group->buf_addr, group->byte_count);
-    }
     /* Last: whoever sees 0 finds the rest of the group written. */
     __atomic_store_n(&group->remaining, group->remaining - 1, __ATOMIC_RELEASE);
 }

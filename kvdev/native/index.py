@@ -340,11 +340,17 @@ class PageIndex:
                 self._handle, _keys(keys[part]), len(keys[part]), _pointer(found[part], "uint8_t[]")
             )
 
-        self._share(len(keys), probe)
+        if len(keys) < 2 * PROBE_SHARE_MIN:
+            probe(slice(None))
+        else:
+            self._share(len(keys), probe)
         return found
 
     def longest_prefix(self, keys: Uint8Array) -> int:
         """How many keys from the first on are stored; large batches are shared as in ``contains``."""
+        if len(keys) < 2 * PROBE_SHARE_MIN:
+            # An engine's request: what Python does here comes from a cold cache too, and counts.
+            return int(lib.kvdev_index_prefix(self._handle, _keys(keys), len(keys)))
 
         def probe(part: slice) -> int:
             return int(lib.kvdev_index_prefix(self._handle, _keys(keys[part]), len(keys[part])))

@@ -397,6 +397,35 @@ def test_group_when_its_last_command_completes_then_crc_is_there(rng: np.random.
         assert group["remaining"][1] == 1, "its neighbour is nobody's business"
 
 
+@pytest.mark.parametrize("blocks", [64, 65, 256])
+def test_group_when_its_span_is_long_then_pieces_of_any_size_and_order_add_up_to_the_crc(
+    blocks: int, rng: np.random.Generator
+) -> None:
+    """From 256 KiB on the checksum is made of the pieces' own."""
+    size = blocks * 4096
+    memory = bytearray(rng.bytes(size))
+    with ScriptedPeer(MemoryScript(memory, c2h_pdu_bytes=10240)) as peer, PeerHost(peer) as host:
+        page = GuardedBuffer(size)
+        cuts = np.sort(rng.choice(np.arange(1, blocks), size=6, replace=False))
+        edges = np.concatenate([[0], cuts, [blocks]])
+        group = np.zeros(1, dtype=IO_GROUP_DTYPE)
+        # A page that does not fill its last block: the bytes behind it are not in the checksum.
+        group["buf_addr"], group["byte_count"] = page.address, size - 100
+        group["remaining"], group["flags"] = len(edges) - 1, GROUP_CRC32C
+        ios = np.zeros(len(edges) - 1, dtype=IO_DTYPE)
+        ios["opcode"] = OPCODE_READ
+        ios["slba"] = edges[:-1]
+        ios["lba_count"] = np.diff(edges)
+        ios["byte_count"] = np.diff(edges) * 4096
+        ios["buf_addr"] = page.address + edges[:-1] * 4096
+        ios["group_addr"] = address_of(group)
+        ios["device_index"] = host.device_index
+        host.queue.submit(rng.permutation(ios))
+        assert not host.poll(len(ios))["error"].any()
+        assert (group["remaining"][0], group["error"][0]) == (0, 0)
+        assert group["crc32c"][0] == crc32c(bytes(memory[: size - 100]))
+
+
 def test_group_when_a_command_fails_then_first_error_is_kept_and_no_crc() -> None:
     def script(connection: PeerConnection) -> None:
         connection.accept_ic()

@@ -112,6 +112,25 @@ def test_shared_batches_when_of_any_size_answer_as_one_thread(count: int) -> Non
             assert np.flatnonzero(~index.contains(broken)).tolist() == [gap]
 
 
+@pytest.mark.parametrize("slot_count", [64, 701])
+def test_batch_when_one_key_is_missing_at_any_place_of_any_size_answers_key_by_key(slot_count: int) -> None:
+    """Keys go through the core in steps of sixteen that run behind one another."""
+    index = make_index(slot_count)
+    for start in range(0, slot_count, 8):
+        store(index, list(range(start, min(start + 8, slot_count))))
+    for count in range(71):
+        numbers = np.arange(count) * 7 % slot_count
+        assert index.longest_prefix(np.ascontiguousarray(KEYS[numbers])) == count
+        for gap in range(count):
+            keys = np.ascontiguousarray(KEYS[numbers])
+            keys[gap] = KEYS[slot_count + gap]
+            assert index.longest_prefix(keys) == gap
+            assert np.flatnonzero(~index.contains(keys)).tolist() == [gap]
+            keys[gap:] = KEYS[slot_count : slot_count + count - gap]
+            assert index.longest_prefix(keys) == gap
+            assert index.contains(keys).tolist() == [True] * gap + [False] * (count - gap)
+
+
 def test_load_when_last_use_is_in_no_order_evicts_the_oldest_first(seed: int) -> None:
     rng = np.random.default_rng(seed)
     count = 5000
