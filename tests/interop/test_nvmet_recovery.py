@@ -54,6 +54,8 @@ class KillableNvmet:
     lab: Lab
     block_sizes: str
     port_count: int = 2
+    is_buffered: bool = False
+    """The target writes to the guest's page cache: what was not flushed is gone with it."""
     first_port: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +67,7 @@ class KillableNvmet:
 
     def start(self) -> None:
         env = {**self.lab.env, "NQN": NQN, "BACKEND": "disk", "BOOT_S": str(BOOT_LIMIT_S - 10)}
-        env |= {"BS": self.block_sizes, "PORTS": str(self.port_count)}
+        env |= {"BS": self.block_sizes, "PORTS": str(self.port_count), "BUFFERED": str(int(self.is_buffered))}
         count = len(self.block_sizes.split(","))
         run_script("run-nvmet.sh", str(self.first_port), str(count), "32", env=env, timeout_s=BOOT_LIMIT_S)
 
@@ -73,7 +75,7 @@ class KillableNvmet:
         os.kill(int((self.lab.directory / f"nvmet-{self.first_port}.pid").read_text()), number)
 
     def kill(self) -> None:
-        """As a power cut: what the guest had completed is in its files."""
+        """As a power cut: what the guest had completed, or flushed where it is buffered, is in its files."""
         self._signal(signal.SIGKILL)
         run_script("run-nvmet.sh", "stop", str(self.first_port), env=self.lab.env, timeout_s=60)
 
