@@ -303,7 +303,7 @@ class Session:
         self, uri: VolumeUri, candidates: list[BlockDevice], deadline: Deadline
     ) -> list[BlockDevice]:
         """Those of a subsystem's namespaces that carry a label; the others are closed."""
-        from kvdev.store.volume import read_label
+        from kvdev.store.members import read_label
 
         members: list[BlockDevice] = []
         for device in candidates:

@@ -21,9 +21,11 @@ from kvdev.errors import KvdevError, UsageError
 from kvdev.native.index import ENTRY_DTYPE, GRANT_DTYPE, EntryArray, GrantArray
 from kvdev.native.io import address_of
 from kvdev.store.media import STRUCTURE_BYTES
+from kvdev.store.members import read_label
 from kvdev.store.namespace import KvNamespace
 from kvdev.store.superblock import parse_superblock
-from kvdev.store.volume import Volume, read_label, superblock_slbas
+from kvdev.store.superblock_io import superblock_slbas
+from kvdev.store.volume import Volume
 from kvdev.units import MIB
 
 BATCH_BYTES = 32 * MIB

@@ -1,27 +1,24 @@
 """Volumes: RAID0 over labelled members, carrying KV namespaces.
 
 Row 0 belongs to the volume: a label at the start of every member's strip, two superblock copies behind.
-Not here: the page table of a namespace (``namespace``); what else lies on a device (``signature``).
+Not here: the page table of a namespace (``namespace``); which devices make a volume (``members``); where its parts
+lie (``superblock_io``).
 Spec: docs/on-disk-format.md.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import stat
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from kvdev.block.device import BlockDevice, aligned_buffer, flush, read_blocks, write_blocks
+from kvdev.block.device import BlockDevice, aligned_buffer
 from kvdev.block.drill import refuse_drill
-from kvdev.block.file import FileDevice
 from kvdev.block.stripe import StripeDevice, check_strip_size
 from kvdev.clock import Deadline, unix_time_s
-from kvdev.errors import CapacityError, CorruptionError, KvdevError, UnsupportedError, UsageError
+from kvdev.errors import CapacityError, CorruptionError, KvdevError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.native.crc import crc32c
 from kvdev.native.index import Uint8Array, format_table, table_buffer
@@ -31,23 +28,19 @@ from kvdev.store.directory import Directory
 from kvdev.store.erase import Progress, erase_blocks
 from kvdev.store.fence import Fence, GuestFence
 from kvdev.store.geometry_block import build_geometry, read_geometry
-from kvdev.store.label import (
-    IDENTITY_NAMES,
-    LABEL_BYTES,
-    MEMBER_COUNT_MAX,
-    Label,
-    MemberInfo,
-    build_label,
-    identity_of_kind,
-    parse_label,
-)
 from kvdev.store.lease import LEASE_MS_DEFAULT, Lease, OwnerIdentity
 from kvdev.store.lock import DevicesLock, OwnerLock, WriterLock
-from kvdev.store.media import NAME_BYTES, STRUCTURE_BYTES, UNIT_BYTES
+from kvdev.store.media import NAME_BYTES, UNIT_BYTES
+from kvdev.store.members import (
+    check_hidden_members,
+    check_members,
+    check_unused,
+    read_label,
+    sort_members,
+)
 from kvdev.store.namespace import KvNamespace, Mode
 from kvdev.store.page_io import PageIo, page_io_of
 from kvdev.store.plan import NamespacePlan, pages_within, plan_namespace
-from kvdev.store.signature import find_signatures, find_users, wipe
 from kvdev.store.superblock import (
     EVICTION_POLICIES,
     RECORD_COUNT,
@@ -55,15 +48,19 @@ from kvdev.store.superblock import (
     RECORD_LIVE,
     Record,
     Superblock,
-    build_superblock,
-    parse_superblock,
     policy_name,
+)
+from kvdev.store.superblock_io import (
+    lay_out_volume,
+    read_superblock,
+    row_count_of,
+    write_superblocks,
+    write_volume,
 )
 from kvdev.store.volume_io import MemberMask, VolumeIo
 from kvdev.units import MIB, format_size
 
 STRIP_SIZE_BYTES_DEFAULT = 128 * 1024
-BLOCK_SIZE_BYTES_MAX = UNIT_BYTES
 FORMAT_PIECE_BYTES = MIB
 ERASE_TIMEOUT_S = 30.0
 """For what follows the erasing of pages, whose length nobody can bound beforehand."""
@@ -130,20 +127,20 @@ class Volume:
             destroy: URIs of members whose present content may be overwritten.
         """
         check_name("volume name", name)
-        _check_members(members)
+        check_members(members)
         refuse_drill(members, "create a volume")
         check_strip_size(strip_size_bytes, members[0].block_size_bytes)
         stripe = StripeDevice(members, strip_size_bytes=strip_size_bytes, uri=f"volume {name}")
-        row_count = _row_count(stripe, size_bytes)
-        superblock = _lay_out(name, stripe, row_count)
+        row_count = row_count_of(stripe, size_bytes)
+        superblock = lay_out_volume(name, stripe, row_count)
         unknown = sorted(destroy - {member.uri for member in members})
         if unknown:
             raise UsageError(f"destroy: {unknown[0]}: expected one of the members, which it is not")
         # Two that make volumes at once, or one over a volume in use, would write into each other's.
         lock = DevicesLock(members, byte_count=VOLUME_LOCK_BYTE + 1 + RECORD_COUNT)
         try:
-            _check_unused(members, destroy, deadline)
-            io = _write_volume(stripe, superblock, destroy, deadline)
+            check_unused(members, destroy, deadline)
+            io = write_volume(stripe, superblock, destroy, deadline)
         finally:
             lock.release()
         return cls(io, superblock, members)
@@ -156,21 +153,21 @@ class Volume:
 
         Refuses, with the member and the reason, what does not add up to the volume as it was made.
         """
-        _check_members(devices)
+        check_members(devices)
         labels = [read_label(device, deadline) for device in devices]
         device: BlockDevice
         if len(devices) == 1 and labels[0].member_count > 1:
-            _check_hidden_members(devices[0], labels[0], deadline)
+            check_hidden_members(devices[0], labels[0], deadline)
             device, members = devices[0], list(devices)
         else:
-            members = _sort_members(devices, labels)
+            members = sort_members(devices, labels)
             device = StripeDevice(
                 members,
                 strip_size_bytes=labels[0].strip_size_bytes,
                 uri=f"volume {labels[0].volume_name}",
             )
         io = VolumeIo(device, strip_size_bytes=labels[0].strip_size_bytes)
-        return cls(io, _read_superblock(io, labels[0], deadline), members)
+        return cls(io, read_superblock(io, labels[0], deadline), members)
 
     # --- KV namespaces -----------------------------------------------------------------------
 
@@ -642,297 +639,3 @@ def check_geometry(what: str, *, expected: Geometry, actual: Geometry) -> None:
                 f"{what}: geometry: {field}: expected {value!r}, the namespace has {stored[field]!r}; "
                 "name its geometry, or none"
             )
-
-
-def _check_members(members: Sequence[BlockDevice]) -> None:
-    """What any set of members must fulfil, labelled or not."""
-    if not members:
-        raise UsageError("members: expected at least one device, got none")
-    if len(members) > MEMBER_COUNT_MAX:
-        raise UsageError(f"members: expected at most {MEMBER_COUNT_MAX} devices, got {len(members)}")
-    seen: dict[object, str] = {}
-    for member in members:
-        if member.metadata_size_bytes:
-            raise UnsupportedError(
-                f"{member.uri}: metadata: expected a namespace without metadata, got "
-                f"{member.metadata_size_bytes} bytes per block; format it without",
-                feature="metadata",
-            )
-        if member.block_size_bytes > BLOCK_SIZE_BYTES_MAX:
-            raise UnsupportedError(
-                f"{member.uri}: block size: expected at most {BLOCK_SIZE_BYTES_MAX}, "
-                f"got {member.block_size_bytes}",
-                feature="block size",
-            )
-        for mark in (id(member), member.uri):
-            if mark in seen:
-                raise UsageError(f"members: {member.uri} is named twice")
-            seen[mark] = member.uri
-        same = seen.setdefault(_identity_mark(member), member.uri)
-        if same != member.uri:
-            raise UsageError(f"members: {member.uri} and {same} are the same device")
-
-
-def _identity_mark(member: BlockDevice) -> object:
-    identity = member.identity
-    for value in (identity.nguid, identity.uuid, identity.eui64):
-        if value is not None:
-            return value
-    if isinstance(member, FileDevice):
-        # By whatever name: through links, or written another way.
-        found = os.fstat(member.fd)
-        return (found.st_rdev,) if stat.S_ISBLK(found.st_mode) else (found.st_dev, found.st_ino)
-    return member.uri
-
-
-def _row_count(stripe: StripeDevice, size_bytes: int | None) -> int:
-    rows = stripe.row_count
-    row_bytes = stripe.strip_size_bytes * len(stripe.members)
-    capacity = rows * row_bytes
-    if size_bytes is not None:
-        if size_bytes > capacity:
-            raise UsageError(
-                f"size: expected at most {capacity} bytes ({format_size(capacity)}: {len(stripe.members)} "
-                f"members, the smallest {format_size(min(m.size_bytes for m in stripe.members))}), "
-                f"got {size_bytes}"
-            )
-        rows = size_bytes // row_bytes
-    return rows
-
-
-def _lay_out(name: str, stripe: StripeDevice, row_count: int) -> Superblock:
-    """Where directory and payload lie: the directory's copies start on different members if there are any."""
-    member_count = len(stripe.members)
-    strip_blocks = stripe.strip_blocks
-    directory_blocks = RECORD_COUNT * UNIT_BYTES // stripe.block_size_bytes
-    directory_strips = -(-directory_blocks // strip_blocks)
-    step = directory_strips + (1 if member_count > 1 and directory_strips % member_count == 0 else 0)
-    first_strip = member_count
-    payload_strip = -(-(first_strip + step + directory_strips) // member_count) * member_count
-    end = row_count * member_count * strip_blocks
-    if payload_strip * strip_blocks >= end:
-        raise UsageError(
-            f"members: expected more than {payload_strip // member_count} strips of "
-            f"{format_size(stripe.strip_size_bytes)} on each member, got {row_count}; "
-            f"use larger members or a smaller strip size"
-        )
-    return Superblock(
-        volume_uuid=uuid.uuid4().bytes,
-        volume_name=name,
-        sequence=1,
-        member_count=member_count,
-        block_size_bytes=stripe.block_size_bytes,
-        strip_size_bytes=stripe.strip_size_bytes,
-        row_count=row_count,
-        record_count=RECORD_COUNT,
-        directory_slba=(first_strip * strip_blocks, (first_strip + step) * strip_blocks),
-        payload_slba=payload_strip * strip_blocks,
-        payload_end=end,
-        created_unix_s=unix_time_s(),
-    )
-
-
-def superblock_slbas(superblock: Superblock | Label) -> tuple[int, int]:
-    """Behind the labels of members 0 and 1, or twice on a single member, each in a unit of its own."""
-    unit_blocks = UNIT_BYTES // superblock.block_size_bytes
-    if superblock.member_count == 1:
-        return unit_blocks, 2 * unit_blocks
-    return unit_blocks, superblock.strip_size_bytes // superblock.block_size_bytes + unit_blocks
-
-
-def _write_volume(
-    stripe: StripeDevice, superblock: Superblock, destroy: frozenset[str], deadline: Deadline
-) -> VolumeIo:
-    """Labels, then the superblock copies: a volume is there when the first of these is."""
-    infos = tuple(MemberInfo.of(member) for member in stripe.members)
-    for member in stripe.members:
-        if member.uri in destroy:
-            wipe(member, deadline)
-        # The whole place of label and superblock copies: nothing old may look like one of them.
-        write_blocks(member, 0, bytes(4 * UNIT_BYTES), deadline)
-    for index, member in enumerate(stripe.members):
-        label = Label(
-            volume_uuid=superblock.volume_uuid,
-            volume_name=superblock.volume_name,
-            sequence=1,
-            member_index=index,
-            block_size_bytes=superblock.block_size_bytes,
-            strip_size_bytes=superblock.strip_size_bytes,
-            row_count=superblock.row_count,
-            members=infos,
-        )
-        write_blocks(member, 0, build_label(label), deadline)
-        flush(member, deadline)
-    io = VolumeIo(stripe, strip_size_bytes=superblock.strip_size_bytes)
-    write_superblocks(io, superblock, deadline)
-    return io
-
-
-def write_superblocks(
-    io: VolumeIo, superblock: Superblock, deadline: Deadline, *, copies: Sequence[int] = (0, 1)
-) -> None:
-    """The copies, one after the other: a crash never finds both half written."""
-    for copy_index in copies:
-        slba = superblock_slbas(superblock)[copy_index]
-        data = build_superblock(superblock, copy_index=copy_index)
-        io.flush(io.write(slba, data, deadline), deadline)
-
-
-def _check_unused(members: Sequence[BlockDevice], destroy: frozenset[str], deadline: Deadline) -> None:
-    for member in members:
-        if member.is_read_only:
-            raise UsageError(f"{member.uri}: is read-only")
-        if member.uri in destroy:
-            continue
-        users = find_users(member)
-        if users:
-            raise UsageError(f"{member.uri}: is in use: {users[0]}; release it, or name it in --destroy")
-        found = find_signatures(member, deadline)
-        if found:
-            raise UsageError(
-                f"{member.uri}: holds a {found[0]}; name this device in --destroy to overwrite it"
-            )
-
-
-def read_label(device: BlockDevice, deadline: Deadline, *, slba: int = 0) -> Label:
-    """The label at the start of a member, or at ``slba`` of a device that hides it."""
-    if device.size_bytes < 4 * UNIT_BYTES:
-        raise UsageError(
-            f"{device.uri}: size: expected at least {4 * UNIT_BYTES} bytes, got {device.size_bytes}"
-        )
-    data = read_blocks(device, slba, LABEL_BYTES // device.block_size_bytes, deadline).tobytes()
-    try:
-        return parse_label(data, what=device.uri)
-    except CorruptionError as problem:
-        raise CorruptionError(
-            f"{problem}; it is no member of a kvdev volume, or its label is lost"
-        ) from problem
-
-
-def _sort_members(devices: Sequence[BlockDevice], labels: Sequence[Label]) -> list[BlockDevice]:
-    """The devices in the order of their labels, once everything about them is as the labels say."""
-    # The volume that most of the devices belong to, so that the stranger is named and not the others.
-    volume_uuid = Counter(label.volume_uuid for label in labels).most_common(1)[0][0]
-    reference = next(label for label in labels if label.volume_uuid == volume_uuid)
-    newest = max(label.sequence for label in labels if label.volume_uuid == volume_uuid)
-    places: dict[int, BlockDevice] = {}
-    for device, label in zip(devices, labels, strict=True):
-        if label.volume_uuid != volume_uuid:
-            raise UsageError(
-                f"{device.uri}: belongs to volume {label.volume_name!r} ({label.volume_uuid.hex()}), "
-                f"expected {reference.volume_name!r} ({volume_uuid.hex()})"
-            )
-        if label.sequence != newest:
-            raise UsageError(
-                f"{device.uri}: label sequence: expected {newest}, got {label.sequence}: "
-                f"it is an older state of member {label.member_index}"
-            )
-        if label.member_index in places:
-            raise UsageError(
-                f"{device.uri}: is member {label.member_index} of volume {label.volume_name!r}, and so is "
-                f"{places[label.member_index].uri}: one of them is a copy"
-            )
-        _check_member(device, label)
-        places[label.member_index] = device
-    missing = [index for index in range(reference.member_count) if index not in places]
-    if missing:
-        raise UsageError(
-            f"volume {reference.volume_name!r}: member {missing[0]} of {reference.member_count} is missing"
-            + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
-        )
-    return [places[index] for index in range(reference.member_count)]
-
-
-def _check_member(device: BlockDevice, label: Label) -> None:
-    """Whether a device is still the one that was labelled."""
-    info = label.members[label.member_index]
-    what = f"{device.uri}: member {label.member_index} of volume {label.volume_name!r}"
-    if device.block_size_bytes != label.block_size_bytes:
-        raise UsageError(
-            f"{what}: block size: expected {label.block_size_bytes}, got {device.block_size_bytes}: "
-            f"it was formatted differently"
-        )
-    if device.block_count < info.block_count:
-        raise UsageError(
-            f"{what}: size: expected {info.block_count} blocks, got {device.block_count}: it was shrunk"
-        )
-    if info.identity_kind in IDENTITY_NAMES:
-        actual = identity_of_kind(device.identity, info.identity_kind)
-        if actual is not None and actual != info.identity:
-            raise UsageError(
-                f"{what}: {IDENTITY_NAMES[info.identity_kind]}: expected {info.identity.hex()}, got "
-                f"{actual.hex()}: the namespace was replaced, this is a copy"
-            )
-
-
-def _check_hidden_members(device: BlockDevice, first: Label, deadline: Deadline) -> None:
-    """One device over all members: their labels stand in its logical strips, in order."""
-    if device.block_size_bytes != first.block_size_bytes:
-        raise UsageError(
-            f"{device.uri}: block size: expected {first.block_size_bytes}, got {device.block_size_bytes}"
-        )
-    strip_blocks = first.strip_size_bytes // first.block_size_bytes
-    expected = first.row_count * first.member_count * strip_blocks
-    seconds_end = strip_blocks + LABEL_BYTES // first.block_size_bytes
-    try:
-        second = (
-            read_label(device, deadline, slba=strip_blocks) if device.block_count >= seconds_end else None
-        )
-    except CorruptionError:
-        second = None
-    if second is None or second.volume_uuid != first.volume_uuid:
-        others = [index for index in range(first.member_count) if index != first.member_index]
-        raise UsageError(
-            f"{device.uri}: is member {first.member_index} of {first.member_count} of volume "
-            f"{first.volume_name!r}: member {others[0]} is missing"
-            + (f", and {len(others) - 1} more" if len(others) > 1 else "")
-        )
-    for index in range(first.member_count):
-        label = read_label(device, deadline, slba=index * strip_blocks)
-        if label.volume_uuid != first.volume_uuid:
-            raise UsageError(
-                f"{device.uri}: strip {index} belongs to volume {label.volume_name!r}, "
-                f"expected {first.volume_name!r}"
-            )
-        if label.member_index != index:
-            raise UsageError(
-                f"{device.uri}: strip {index}: expected member {index}, got member {label.member_index}: "
-                f"its members are in another order than the volume's"
-            )
-    if device.block_count < expected:
-        raise UsageError(
-            f"{device.uri}: size: expected at least {expected} blocks, got {device.block_count}: "
-            f"a member was shrunk"
-        )
-
-
-def _read_superblock(io: VolumeIo, label: Label, deadline: Deadline) -> Superblock:
-    """The newest intact copy; refused when neither is, or when it contradicts the labels."""
-    found: list[Superblock] = []
-    problems: list[str] = []
-    for index, slba in enumerate(superblock_slbas(label)):
-        what = f"volume {label.volume_name!r}: superblock copy {index} at LBA {slba}"
-        data = io.read(slba, 1, deadline).tobytes()[:STRUCTURE_BYTES]
-        try:
-            found.append(parse_superblock(data, what=what, volume_uuid=label.volume_uuid))
-        except CorruptionError as problem:
-            problems.append(str(problem))
-    if not found:
-        raise CorruptionError(
-            f"{problems[0]}; and copy 1 likewise: the volume was never finished, or both copies are lost; "
-            f"create it again with --destroy"
-        )
-    superblock = max(found, key=lambda copy: copy.sequence)
-    expected = (label.member_count, label.block_size_bytes, label.strip_size_bytes, label.row_count)
-    actual = (
-        superblock.member_count,
-        superblock.block_size_bytes,
-        superblock.strip_size_bytes,
-        superblock.row_count,
-    )
-    if expected != actual or superblock.payload_end > io.device.block_count:
-        raise CorruptionError(
-            f"volume {label.volume_name!r}: superblock: members, block size, strip size, rows: "
-            f"expected {expected} by the labels, got {actual}"
-        )
-    return superblock

@@ -27,7 +27,8 @@ from kvdev.store.namespace import KvNamespace
 from kvdev.store.page_store import PageStatus, PageStore
 from kvdev.store.resize import resize_namespace
 from kvdev.store.superblock import RECORD_COUNT
-from kvdev.store.volume import Volume, write_superblocks
+from kvdev.store.superblock_io import write_superblocks
+from kvdev.store.volume import Volume
 from kvdev.store.volume_io import MemberMask, VolumeIo
 from kvdev.testing.crash_device import CrashLog, CrashStates, Fault
 

@@ -20,7 +20,7 @@ from kvdev.errors import CorruptionError, KvdevError
 from kvdev.geometry import Geometry
 from kvdev.store import NamespaceInfo, Volume
 from kvdev.store.label import Label
-from kvdev.store.volume import read_label
+from kvdev.store.members import read_label
 from kvdev.units import GIB, KIB, MIB, TIB
 from kvdev_tools.connect import make_session
 from kvdev_tools.provision.document import (
