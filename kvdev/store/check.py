@@ -20,11 +20,9 @@ from kvdev.clock import NS_PER_S, SYSTEM_CLOCK, Deadline
 from kvdev.errors import KvdevError, UsageError
 from kvdev.native.index import ENTRY_DTYPE, GRANT_DTYPE, EntryArray, GrantArray
 from kvdev.native.io import address_of
-from kvdev.store.media import STRUCTURE_BYTES
 from kvdev.store.members import read_label
 from kvdev.store.namespace import KvNamespace
-from kvdev.store.superblock import parse_superblock
-from kvdev.store.superblock_io import superblock_slbas
+from kvdev.store.superblock_io import read_superblock_copies, superblock_slbas
 from kvdev.store.volume import Volume
 from kvdev.units import MIB
 
@@ -198,21 +196,17 @@ def _label_findings(devices: Sequence[BlockDevice], timeout_s: float) -> list[Fi
 
 
 def _superblock_findings(volume: Volume, options: _Options) -> list[Finding]:
-    timeout_s = options.timeout_s
-    findings = []
-    damaged = []
-    for index, slba in enumerate(superblock_slbas(volume.superblock)):
-        what = f"superblock copy {index} at LBA {slba}"
-        try:
-            data = volume.io.read(slba, 1, Deadline.after(timeout_s)).tobytes()[:STRUCTURE_BYTES]
-            parse_superblock(data, what=what, volume_uuid=volume.uuid)
-        except KvdevError as problem:
-            findings.append(Finding(what, str(problem)))
-            damaged.append(index)
-    if damaged and options.repair:
-        volume.rewrite_superblocks(damaged, deadline=Deadline.after(timeout_s))
-        findings = [replace(finding, is_repaired=True) for finding in findings]
-    return findings
+    found = read_superblock_copies(volume.io, volume.superblock, Deadline.after(options.timeout_s))
+    if found.damaged and options.repair:
+        volume.repair_superblocks(deadline=Deadline.after(options.timeout_s))
+    return [
+        Finding(
+            f"superblock copy {index} at LBA {superblock_slbas(volume.superblock)[index]}",
+            found.problems[index],
+            is_repaired=options.repair,
+        )
+        for index in found.damaged
+    ]
 
 
 def _check_namespace(

@@ -24,7 +24,7 @@ from kvdev.store.media import (
 )
 
 LABEL_BYTES = UNIT_BYTES
-_BODY = struct.Struct(f"<{NAME_BYTES}sHHIIIQ40x")
+_BODY = struct.Struct(f"<{NAME_BYTES}sHHIIIQ16s24x")
 _MEMBER = struct.Struct("<QB7x16s")
 MEMBER_COUNT_MAX = 64
 """Bounded by the label: 64 entries of 32 bytes leave it half empty for what comes later."""
@@ -62,7 +62,10 @@ class Label:
     block_size_bytes: int
     strip_size_bytes: int
     row_count: int
+    """As many as there were when the label was written; the superblock says how many there are."""
     members: tuple[MemberInfo, ...]
+    former_uuid: bytes = bytes(16)
+    """The volume in whose place this one was made after the loss of a member; zero for others."""
 
     @property
     def member_count(self) -> int:
@@ -99,6 +102,7 @@ def build_label(label: Label) -> bytes:
         label.strip_size_bytes,
         0,
         label.row_count,
+        label.former_uuid,
     )
     body += b"".join(_MEMBER.pack(m.block_count, m.identity_kind, m.identity) for m in label.members)
     header = MediaHeader(
@@ -113,7 +117,9 @@ def build_label(label: Label) -> bytes:
 
 def parse_label(untrusted: bytes, *, what: str) -> Label:
     header, body = parse_structure(untrusted, magic=MAGIC_LABEL, what=f"{what}: label")
-    name, member_count, member_index, block_size, strip_size, _, row_count = _BODY.unpack_from(body)
+    name, member_count, member_index, block_size, strip_size, _, row_count, former_uuid = (
+        _BODY.unpack_from(body)
+    )
     if not 1 <= member_count <= MEMBER_COUNT_MAX or member_index >= member_count:
         raise CorruptionError(
             f"{what}: label: member: expected index below count of 1 to {MEMBER_COUNT_MAX}, "
@@ -132,4 +138,5 @@ def parse_label(untrusted: bytes, *, what: str) -> Label:
         strip_size_bytes=strip_size,
         row_count=row_count,
         members=members,
+        former_uuid=former_uuid,
     )

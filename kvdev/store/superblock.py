@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 
+from kvdev.errors import CorruptionError
 from kvdev.store.media import (
     HEADER_SIZE_BYTES,
     MAGIC_RECORD,
@@ -66,8 +67,12 @@ def build_superblock(superblock: Superblock, *, copy_index: int) -> bytes:
     return build_structure(header, body, size_bytes=STRUCTURE_BYTES)
 
 
-def parse_superblock(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Superblock:
+def parse_superblock(untrusted: bytes, *, what: str, volume_uuid: bytes, copy_index: int) -> Superblock:
     header, body = parse_structure(untrusted, magic=MAGIC_SUPERBLOCK, what=what, uuid=volume_uuid)
+    if header.index != copy_index:
+        raise CorruptionError(
+            f"{what}: index: expected {copy_index}, got {header.index}: it is the other copy, of another member"
+        )
     (
         name,
         member_count,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from kvdev.block.device import flush, write_blocks
+from kvdev.block.device import BlockDevice, flush, write_blocks
 from kvdev.block.stripe import StripeDevice
 from kvdev.clock import Deadline, unix_time_s
-from kvdev.errors import CorruptionError, UsageError
+from kvdev.errors import CommandError, CorruptionError, UsageError
 from kvdev.store.label import Label, MemberInfo, build_label
 from kvdev.store.media import STRUCTURE_BYTES, UNIT_BYTES
 from kvdev.store.signature import wipe
@@ -114,33 +115,126 @@ def write_superblocks(
         io.flush(io.write(slba, data, deadline), deadline)
 
 
-def read_superblock(io: VolumeIo, label: Label, deadline: Deadline) -> Superblock:
-    """The newest intact copy; refused when neither is, or when it contradicts the labels."""
-    found: list[Superblock] = []
+@dataclass(frozen=True)
+class SuperblockCopies:
+    """What stands in the two places: each copy where it is intact, and what is wrong with it where not."""
+
+    copies: tuple[Superblock | None, Superblock | None]
+    problems: tuple[str, str]
+    """Empty for a copy that is intact and not older than the other."""
+
+    @property
+    def newest(self) -> Superblock | None:
+        found = [copy for copy in self.copies if copy is not None]
+        return max(found, key=lambda copy: copy.sequence) if found else None
+
+    @property
+    def write_order(self) -> tuple[int, int]:
+        """The copy whose loss costs least first: what is not intact, then what is older."""
+        first = min((0, 1), key=lambda index: copy.sequence if (copy := self.copies[index]) else -1)
+        return first, 1 - first
+
+    @property
+    def damaged(self) -> list[int]:
+        """Copies that have to be written again from the other one."""
+        return [index for index in (0, 1) if self.problems[index]]
+
+
+def read_superblock_copies(
+    io: VolumeIo, place: Superblock | Label, deadline: Deadline, *, volume_uuid: bytes | None = None
+) -> SuperblockCopies:
+    """Both copies of a volume's superblock, of that of ``place`` unless another is named."""
+    copies: list[Superblock | None] = []
     problems: list[str] = []
-    for index, slba in enumerate(superblock_slbas(label)):
-        what = f"volume {label.volume_name!r}: superblock copy {index} at LBA {slba}"
-        data = io.read(slba, 1, deadline).tobytes()[:STRUCTURE_BYTES]
+    for index, slba in enumerate(superblock_slbas(place)):
+        what = f"superblock copy {index} at LBA {slba}"
         try:
-            found.append(parse_superblock(data, what=what, volume_uuid=label.volume_uuid))
-        except CorruptionError as problem:
+            data = io.read(slba, 1, deadline).tobytes()[:STRUCTURE_BYTES]
+            copies.append(
+                parse_superblock(
+                    data, what=what, volume_uuid=volume_uuid or place.volume_uuid, copy_index=index
+                )
+            )
+            problems.append("")
+        except (CorruptionError, CommandError) as problem:  # damaged, or a place that cannot be read any more
+            copies.append(None)
             problems.append(str(problem))
-    if not found:
-        raise CorruptionError(
-            f"{problems[0]}; and copy 1 likewise: the volume was never finished, or both copies are lost; "
-            f"create it again with --destroy"
+    newest = max((copy.sequence for copy in copies if copy is not None), default=0)
+    for index, copy in enumerate(copies):
+        if copy is not None and copy.sequence < newest:
+            slba = superblock_slbas(place)[index]
+            problems[index] = (
+                f"superblock copy {index} at LBA {slba}: sequence: expected {newest}, got {copy.sequence}: "
+                f"it is an older state"
+            )
+    return SuperblockCopies((copies[0], copies[1]), (problems[0], problems[1]))
+
+
+def read_superblock(io: VolumeIo, label: Label, deadline: Deadline) -> Superblock:
+    """The newest intact copy; refused when neither is, or when it contradicts labels or members."""
+    found = read_superblock_copies(io, label, deadline)
+    superblock = found.newest
+    if superblock is None:
+        remedy = (
+            "making it anew was interrupted; run kvdev volume recreate again"
+            if any(label.former_uuid)
+            else "the volume was never finished, or both copies are lost; create it again with --destroy"
         )
-    superblock = max(found, key=lambda copy: copy.sequence)
-    expected = (label.member_count, label.block_size_bytes, label.strip_size_bytes, label.row_count)
-    actual = (
-        superblock.member_count,
-        superblock.block_size_bytes,
-        superblock.strip_size_bytes,
-        superblock.row_count,
-    )
-    if expected != actual or superblock.payload_end > io.device.block_count:
+        raise CorruptionError(
+            f"volume {label.volume_name!r}: {found.problems[0]}; and copy 1 likewise: {remedy}"
+        )
+    expected = (label.member_count, label.block_size_bytes, label.strip_size_bytes)
+    actual = (superblock.member_count, superblock.block_size_bytes, superblock.strip_size_bytes)
+    # A volume that has grown has more rows than its labels say: these stay as they were written.
+    if expected != actual or superblock.row_count < label.row_count:
         raise CorruptionError(
             f"volume {label.volume_name!r}: superblock: members, block size, strip size, rows: "
-            f"expected {expected} by the labels, got {actual}"
+            f"expected {(*expected, label.row_count)} by the labels, got {(*actual, superblock.row_count)}"
         )
+    check_rows(io, superblock)
     return superblock
+
+
+def check_rows(io: VolumeIo, superblock: Superblock) -> None:
+    """Whether the members hold all rows of the superblock; UsageError naming the one that does not."""
+    needed = superblock.row_count * (superblock.strip_size_bytes // superblock.block_size_bytes)
+    if superblock.payload_end > needed * superblock.member_count:
+        raise CorruptionError(
+            f"volume {superblock.volume_name!r}: superblock: end: expected at most "
+            f"{needed * superblock.member_count} by its rows, got {superblock.payload_end}"
+        )
+    device = io.device
+    if not isinstance(device, StripeDevice):
+        needed = needed * superblock.member_count
+        members: list[BlockDevice] = [device]
+    else:
+        members = device.members
+    for index, member in enumerate(members):
+        if member.block_count < needed:
+            raise UsageError(
+                f"{member.uri}: member {index} of volume {superblock.volume_name!r}: size: expected {needed} "
+                f"blocks, got {member.block_count}: it was shrunk"
+            )
+
+
+def grown(superblock: Superblock, io: VolumeIo, size_bytes: int | None) -> Superblock:
+    """The superblock with all rows that the members hold now, or those within a size; it itself if it has them.
+
+    Raises UsageError when the size is less than the volume has, or more than the members hold.
+    """
+    row_bytes = superblock.strip_size_bytes * superblock.member_count
+    rows = io.device.size_bytes // row_bytes
+    if size_bytes is not None:
+        present = superblock.row_count * row_bytes
+        if not present <= size_bytes <= rows * row_bytes:
+            raise UsageError(
+                f"size: expected {present} bytes ({format_size(present)}), which the volume has, to "
+                f"{rows * row_bytes} ({format_size(rows * row_bytes)}), which its members hold, got {size_bytes}"
+            )
+        rows = size_bytes // row_bytes
+    if rows <= superblock.row_count:
+        return superblock
+    row_blocks = row_bytes // superblock.block_size_bytes
+    return replace(
+        superblock, sequence=superblock.sequence + 1, row_count=rows, payload_end=rows * row_blocks
+    )

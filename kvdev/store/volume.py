@@ -51,8 +51,10 @@ from kvdev.store.superblock import (
     policy_name,
 )
 from kvdev.store.superblock_io import (
+    grown,
     lay_out_volume,
     read_superblock,
+    read_superblock_copies,
     row_count_of,
     write_superblocks,
     write_volume,
@@ -175,6 +177,41 @@ class Volume:
     def size_bytes(self) -> int:
         """Bytes that KV namespaces can share."""
         return (self.superblock.payload_end - self.superblock.payload_slba) * self.block_size_bytes
+
+    @property
+    def growable_bytes(self) -> int:
+        """What ``grow`` would gain: members that have got larger have it."""
+        return self._gain_bytes(grown(self.superblock, self.io, None))
+
+    def _gain_bytes(self, superblock: Superblock) -> int:
+        return (superblock.payload_end - self.superblock.payload_end) * self.block_size_bytes
+
+    def grow(self, *, size_bytes: int | None = None, deadline: Deadline) -> int:
+        """Take in what the members have got larger by; returns the bytes gained, 0 when there are none.
+
+        Only the superblock changes, one copy after the other: whatever interrupts it, the volume has its old size or
+        the new one, and a second call finishes it. Owners of KV namespaces go on meanwhile.
+
+        Args:
+            size_bytes: use so much of the members, as in ``create``, instead of all of it.
+        """
+        lock = self._lock_volume(deadline)
+        try:
+            # Read again under the lock: what another process made of it meanwhile stays.
+            found = read_superblock_copies(self.io, self.superblock, deadline)
+            current = found.newest
+            if current is None:
+                raise CorruptionError(f"volume {self.name}: {found.problems[0]}; and copy 1 likewise")
+            new = grown(current, self.io, size_bytes)
+            if new is not current:
+                write_superblocks(self.io, new, deadline, copies=found.write_order)
+            elif found.damaged:
+                write_superblocks(self.io, current, deadline, copies=found.damaged)
+        finally:
+            lock.release()
+        gained = self._gain_bytes(new)
+        self.superblock = new
+        return gained
 
     def free_extents(self, deadline: Deadline) -> list[tuple[int, int]]:
         """Unused runs of blocks (first, count), in order."""
@@ -518,11 +555,13 @@ class Volume:
             if erase:
                 erase_blocks(self.io, current.geometry_slba, geometry_blocks)
 
-    def rewrite_superblocks(self, damaged: Sequence[int], *, deadline: Deadline) -> None:
-        """Write damaged copies again from the intact one, which is left alone."""
+    def repair_superblocks(self, *, deadline: Deadline) -> None:
+        """Write damaged and older copies again from the newest intact one, which is left alone."""
         lock = self._lock_volume(deadline)
         try:
-            write_superblocks(self.io, self.superblock, deadline, copies=damaged)
+            found = read_superblock_copies(self.io, self.superblock, deadline)
+            if found.newest is not None:
+                write_superblocks(self.io, found.newest, deadline, copies=found.damaged)
         finally:
             lock.release()
 

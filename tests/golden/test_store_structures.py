@@ -51,6 +51,10 @@ def test_label_bytes_are_as_documented() -> None:
     assert data[256:] == bytes(4096 - 256)
     assert crc32c(data) == 0x82E54B76
     assert parse_label(data, what="l") == label
+    anew = Label(VOLUME, "volume é", 3, 1, 4096, 131072, 77, members, former_uuid=b"O" * 16)
+    data = build_label(anew)
+    assert data[152:192] == b"O" * 16 + bytes(24)
+    assert parse_label(data, what="l") == anew
 
 
 def test_superblock_bytes_are_as_documented() -> None:
@@ -63,7 +67,7 @@ def test_superblock_bytes_are_as_documented() -> None:
     ]  # fmt: skip
     assert number(data, 140, 4) == 64
     assert crc32c(data) == 0x6C01AB50
-    assert parse_superblock(data, what="s", volume_uuid=VOLUME) == superblock
+    assert parse_superblock(data, what="s", volume_uuid=VOLUME, copy_index=1) == superblock
 
 
 def test_record_bytes_are_as_documented() -> None:

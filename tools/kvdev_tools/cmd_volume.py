@@ -111,6 +111,38 @@ def show(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, 
 
 @volume.command()
 @click.argument("uri", metavar="VOLUME")
+@click.option("--size", metavar="SIZE", help="Use so much of the members  [default: all]")
+@host_options
+@timeout_option
+@json_option
+def grow(
+    uri: str, size: str | None, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
+) -> None:
+    """Take in what the members have got larger by.
+
+    The smallest member counts. KV namespaces stay as they are, and may be in use; `kvdev namespace resize` and
+    `create` use the new room. Interrupted, the volume has its old size or the new one; a second call finishes.
+
+    \b
+    Example:
+      kvdev volume grow vol+tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv
+    """
+    from kvdev.uri import parse_volume_uri
+
+    parsed = parse_volume_uri(uri)
+    size_bytes = None if size is None else parse_size(size, field="size")
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        opened = open_volume(session, parsed, deadline=deadline)
+        gained = opened.grow(size_bytes=size_bytes, deadline=deadline)
+        found = {"grown_bytes": gained, **_describe(opened, deadline)}
+    emit(found, as_json=as_json, text=lambda: [f"grown by {format_size(gained)}", *_text(found)])
+
+
+@volume.command()
+@click.argument("uri", metavar="VOLUME")
 @click.option("--structures-only", is_flag=True, help="Leave the pages out.")
 @click.option("--repair", is_flag=True, help="Put right what is found; nothing lost comes back.")
 @click.option("--rate", metavar="SIZE", help="Bytes of pages to read a second, at most  [default: no limit]")
@@ -235,6 +267,7 @@ def _describe(opened: Volume, deadline: Deadline) -> dict[str, Any]:
         "block_size_bytes": opened.block_size_bytes,
         "size_bytes": opened.size_bytes,
         "free_bytes": free,
+        "growable_bytes": opened.growable_bytes,
         "members": [
             {"member_index": index, "uri": member.uri, "size_bytes": member.size_bytes}
             for index, member in enumerate(opened.members)
@@ -256,6 +289,10 @@ def _text(found: dict[str, Any]) -> list[str]:
             ("free", format_size(found["free_bytes"])),
         ]
     )
+    if found["growable_bytes"]:
+        lines.append(
+            f"the members have {format_size(found['growable_bytes'])} more: kvdev volume grow takes them in"
+        )
     members = [
         (each["member_index"], each["uri"], format_size(each["size_bytes"])) for each in found["members"]
     ]

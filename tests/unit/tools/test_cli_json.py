@@ -74,6 +74,11 @@ def test_volume_namespace_page_and_replay_have_the_documented_keys(
     assert created["page_size_bytes"] == 512 * 2 * 4 * 2
     shown = call(capsys, "volume", "show", volume)
     assert keys_of(made) < keys_of(shown) == documented("volume create")
+    with Path(volume.rpartition(":")[2]).open("r+b") as file:  # one member alone: nothing to take in
+        file.truncate(9 << 20)
+    grown = call(capsys, "volume", "grow", volume)
+    assert keys_of(grown) == keys_of(shown) | documented("volume grow")
+    assert grown["grown_bytes"] == 0
     assert shown["namespaces"][0]["quota_pages"] == 200
     listed = call(capsys, "namespace", "list", volume)
     assert {key.removeprefix("namespaces[].") for key in keys_of(listed)} == documented("namespace create")
