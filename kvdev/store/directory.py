@@ -1,23 +1,27 @@
 """The directory of a volume: a place with two copies for each KV namespace's record.
 
-Spec: docs/on-disk-format.md, Directory. A record is written to its copies in turn, so the one before it
-survives whatever happens to the write.
+A record is written to its copies in turn, so the one before it survives whatever happens to the write. Behind it each
+place has a copy of the geometry, so that the namespace can be made anew when the member with its extent is lost.
+Spec: docs/on-disk-format.md, KV namespace record.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kvdev.clock import Deadline
 from kvdev.errors import CorruptionError
+from kvdev.native.crc import crc32c
 from kvdev.native.index import media_error
 from kvdev.store.media import HEADER_SIZE_BYTES, MAGIC_RECORD, STRUCTURE_BYTES, UNIT_BYTES
 from kvdev.store.superblock import Record, Superblock, build_record, parse_record
 from kvdev.store.volume_io import MemberMask, VolumeIo
 
 COPY_COUNT = 2
+GEOMETRY_COPY_BYTES_MAX = UNIT_BYTES - STRUCTURE_BYTES
+"""A larger geometry stands in its extent alone."""
 
 
 @dataclass
@@ -49,7 +53,13 @@ class Directory:
 
     def read(self, record_index: int, deadline: Deadline) -> Place:
         """The record at one place, from both copies."""
-        return self._judge(record_index, self.read_raw(record_index, deadline))
+        return self._judge(
+            record_index,
+            [
+                self._io.read(self.slba_of(record_index, copy), self._unit_blocks, deadline).tobytes()
+                for copy in range(COPY_COUNT)
+            ],
+        )
 
     def read_raw(self, record_index: int, deadline: Deadline) -> list[bytes]:
         """The block of each copy."""
@@ -65,15 +75,14 @@ class Directory:
             self._io.read(self.slba_of(0, copy), count * self._unit_blocks, deadline)
             for copy in range(COPY_COUNT)
         ]
-        block = self._io.block_size_bytes
         return [
-            self._judge(index, [bytes(region[index * UNIT_BYTES :][:block]) for region in regions])
+            self._judge(index, [bytes(region[index * UNIT_BYTES :][:UNIT_BYTES]) for region in regions])
             for index in range(count)
         ]
 
-    def _judge(self, record_index: int, copies: list[bytes]) -> Place:
-        place = Place(tuple(copies))
-        for copy_index, untrusted in enumerate(copies):
+    def _judge(self, record_index: int, units: list[bytes]) -> Place:
+        place = Place(tuple(unit[: self._io.block_size_bytes] for unit in units))
+        for copy_index, untrusted in enumerate(units):
             if not any(untrusted[:HEADER_SIZE_BYTES]):
                 continue  # the common case, without an exception
             slba = self.slba_of(record_index, copy_index)
@@ -93,16 +102,23 @@ class Directory:
             place.intact_count += 1
             if place.record is None or record.sequence > place.record.sequence:
                 place.record = record
+        if place.record is not None:
+            place.record = replace(place.record, geometry_copy=_geometry_copy(place.record, units))
         return place
 
     def write(self, record: Record, deadline: Deadline) -> MemberMask:
         """Write a record over the older copy; returns the members to flush before it is durable."""
         slba = self.slba_of(record.record_index, record.sequence % COPY_COUNT)
-        return self._io.write(slba, build_record(record), deadline)
+        return self._io.write(slba, self.build(record), deadline)
+
+    def write_place(self, record: Record, deadline: Deadline) -> MemberMask:
+        """As ``write``, with everything that stands behind the record, which changes with its geometry only."""
+        slba = self.slba_of(record.record_index, record.sequence % COPY_COUNT)
+        return self._io.write(slba, _build_place(record), deadline)
 
     def build(self, record: Record) -> bytes:
         """The block of a record's copy."""
-        return build_record(record).ljust(self._io.block_size_bytes, b"\0")
+        return _build_place(record)[: self._io.block_size_bytes]
 
     @property
     def can_compare(self) -> bool:
@@ -125,6 +141,20 @@ class Directory:
     def is_fenced(self, since_ns: int) -> bool:
         """Whether no write that was lost since then can take effect any more."""
         return self._io.is_fenced(since_ns)
+
+
+def _build_place(record: Record) -> bytes:
+    copy = record.geometry_copy if len(record.geometry_copy) <= GEOMETRY_COPY_BYTES_MAX else b""
+    return (build_record(record) + copy).ljust(UNIT_BYTES, b"\0")
+
+
+def _geometry_copy(record: Record, untrusted: list[bytes]) -> bytes:
+    """The first intact copy of a record's geometry in its place; empty when there is none."""
+    for unit in untrusted:
+        data = unit[STRUCTURE_BYTES:][: record.geometry_size_bytes]
+        if len(data) == record.geometry_size_bytes and crc32c(data) == record.geometry_crc32c:
+            return data
+    return b""
 
 
 def _is_unused(untrusted: bytes, volume_uuid: bytes) -> bool:

@@ -1,5 +1,6 @@
 """The geometry of a KV namespace on media: its fields as JSON, covered by a checksum in the record.
 
+It stands twice in the directory, behind the record's copies, and at the start of the namespace's extent.
 Spec: docs/on-disk-format.md, Geometry.
 Trust: reads untrusted bytes; raises only CorruptionError for bad ones.
 """
@@ -26,7 +27,14 @@ def build_geometry(geometry: Geometry) -> bytes:
 
 
 def read_geometry(io: VolumeIo, record: Record, *, what: str, deadline: Deadline) -> Geometry:
-    """The geometry of a record; refused unless its bytes and its fingerprint are the record's."""
+    """The geometry of a record, as it came with it or from its extent; refused unless bytes and fingerprint are its."""
+    if record.geometry_copy:
+        return _parse_geometry(record.geometry_copy, record, f"{what}: geometry behind the record")
+    return read_extent_geometry(io, record, what=what, deadline=deadline)
+
+
+def read_extent_geometry(io: VolumeIo, record: Record, *, what: str, deadline: Deadline) -> Geometry:
+    """The geometry that stands at the start of the extent."""
     where = f"{what}: geometry at LBA {record.geometry_slba}"
     if record.geometry_size_bytes > UNIT_BYTES:
         raise CorruptionError(
@@ -41,6 +49,11 @@ def read_geometry(io: VolumeIo, record: Record, *, what: str, deadline: Deadline
             expected=record.geometry_crc32c,
             actual=actual,
         )
+    return _parse_geometry(data, record, where)
+
+
+def _parse_geometry(data: bytes, record: Record, where: str) -> Geometry:
+    """From bytes whose checksum is the record's."""
     try:
         geometry = Geometry.from_dict(json.loads(data))
     except (ValueError, TypeError) as problem:

@@ -117,8 +117,8 @@ def build_label(label: Label) -> bytes:
 
 def parse_label(untrusted: bytes, *, what: str) -> Label:
     header, body = parse_structure(untrusted, magic=MAGIC_LABEL, what=f"{what}: label")
-    name, member_count, member_index, block_size, strip_size, _, row_count, former_uuid = (
-        _BODY.unpack_from(body)
+    name, member_count, member_index, block_size, strip_size, _, row_count, former_uuid = _BODY.unpack_from(
+        body
     )
     if not 1 <= member_count <= MEMBER_COUNT_MAX or member_index >= member_count:
         raise CorruptionError(

@@ -110,6 +110,12 @@ def sort_members(devices: Sequence[BlockDevice], labels: Sequence[Label]) -> lis
     places: dict[int, BlockDevice] = {}
     for device, label in zip(devices, labels, strict=True):
         if label.volume_uuid != volume_uuid:
+            if reference.volume_uuid == label.former_uuid or label.volume_uuid == reference.former_uuid:
+                raise UsageError(
+                    f"{device.uri}: is of volume {label.volume_name!r} ({label.volume_uuid.hex()}), which is or was "
+                    f"made anew, and others of {volume_uuid.hex()}: it was lost meanwhile, or "
+                    f"kvdev volume recreate was interrupted; run that again"
+                )
             raise UsageError(
                 f"{device.uri}: belongs to volume {label.volume_name!r} ({label.volume_uuid.hex()}), "
                 f"expected {reference.volume_name!r} ({volume_uuid.hex()})"

@@ -30,6 +30,7 @@ from kvdev.native.index import (
 )
 from kvdev.native.io import OPCODE_WRITE, address_of
 from kvdev.store.check import grants_of
+from kvdev.store.geometry_block import build_geometry, read_geometry
 from kvdev.store.media import HEADER_SIZE_BYTES, UNIT_BYTES
 from kvdev.store.namespace import KvNamespace
 from kvdev.store.plan import NamespacePlan
@@ -182,8 +183,9 @@ def _write_metadata(
 ) -> None:
     """Geometry, table, and emptied spare blocks and journal of the new record, durable on return."""
     io = volume.io
-    geometry = io.read(current.geometry_slba, UNIT_BYTES // volume.block_size_bytes, deadline)
-    dirty: MemberMask = io.write(record.geometry_slba, geometry, deadline)
+    geometry = read_geometry(io, current, what=f"{volume.name}#{current.name}", deadline=deadline)
+    data = build_geometry(geometry).ljust(UNIT_BYTES, b"\0")
+    dirty: MemberMask = io.write(record.geometry_slba, data, deadline)
     piece_blocks = PIECE_BYTES // volume.block_size_bytes
     for first, part in _table_pieces(record, entries, volume.block_size_bytes, piece_blocks):
         dirty = dirty | io.transfer(OPCODE_WRITE, record.table_slba + first, part, deadline)

@@ -7,7 +7,7 @@ Trust: the ``parse_`` functions take untrusted bytes; raise only CorruptionError
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvdev.errors import CorruptionError
 from kvdev.store.media import (
@@ -173,6 +173,8 @@ class Record:
     lease_host_name: str = ""
     ttl_s: int = 0
     """Seconds that a page lives after it was put; 0 for ever. Entries hold when they were put, then."""
+    geometry_copy: bytes = field(default=b"", compare=False)
+    """The geometry as it stands behind the record in its place, intact; empty where it does not."""
 
     @property
     def is_live(self) -> bool:

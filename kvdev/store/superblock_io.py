@@ -81,14 +81,30 @@ def write_volume(
     stripe: StripeDevice, superblock: Superblock, destroy: frozenset[str], deadline: Deadline
 ) -> VolumeIo:
     """Labels, then the superblock copies: a volume is there when the first of these is."""
-    infos = tuple(MemberInfo.of(member) for member in stripe.members)
     for member in stripe.members:
-        if member.uri in destroy:
-            wipe(member, deadline)
-        # The whole place of label and superblock copies: nothing old may look like one of them.
-        write_blocks(member, 0, bytes(4 * UNIT_BYTES), deadline)
-    for index, member in enumerate(stripe.members):
-        label = Label(
+        clear_member(member, deadline, wipes=member.uri in destroy)
+    for index, label in enumerate(labels_of(superblock, stripe.members)):
+        write_label(stripe.members[index], label, deadline)
+    io = VolumeIo(stripe, strip_size_bytes=superblock.strip_size_bytes)
+    write_superblocks(io, superblock, deadline)
+    return io
+
+
+def clear_member(member: BlockDevice, deadline: Deadline, *, wipes: bool) -> None:
+    """Take away what a device holds where label and superblock copies come; with ``wipes`` every signature."""
+    if wipes:
+        wipe(member, deadline)
+    # The whole place: nothing old may look like one of them.
+    write_blocks(member, 0, bytes(4 * UNIT_BYTES), deadline)
+
+
+def labels_of(
+    superblock: Superblock, members: Sequence[BlockDevice], *, former_uuid: bytes = bytes(16)
+) -> list[Label]:
+    """The labels of a volume over these members, in order."""
+    infos = tuple(MemberInfo.of(member) for member in members)
+    return [
+        Label(
             volume_uuid=superblock.volume_uuid,
             volume_name=superblock.volume_name,
             sequence=1,
@@ -97,12 +113,16 @@ def write_volume(
             strip_size_bytes=superblock.strip_size_bytes,
             row_count=superblock.row_count,
             members=infos,
+            former_uuid=former_uuid,
         )
-        write_blocks(member, 0, build_label(label), deadline)
-        flush(member, deadline)
-    io = VolumeIo(stripe, strip_size_bytes=superblock.strip_size_bytes)
-    write_superblocks(io, superblock, deadline)
-    return io
+        for index in range(len(infos))
+    ]
+
+
+def write_label(member: BlockDevice, label: Label, deadline: Deadline) -> None:
+    """Durable on return."""
+    write_blocks(member, 0, build_label(label), deadline)
+    flush(member, deadline)
 
 
 def write_superblocks(

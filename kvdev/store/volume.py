@@ -337,11 +337,9 @@ class Volume:
             slba = self._find_extent(plan, name, deadline)
             record = self._new_record(name, geometry, plan, slba, place_index, deadline)
             record = replace(record, eviction_policy=EVICTION_POLICIES.index(eviction_policy), ttl_s=ttl_s)
-            self._format(record, geometry, deadline)
-            for copy in range(2):
-                # Both copies, one after the other: from here on one intact copy alone means a loss.
-                record = replace(record, sequence=record.sequence + copy)
-                self.io.flush(self.directory.write(record, deadline), deadline)
+            self.format_namespace(record, geometry, deadline)
+            # Both copies: from here on one intact copy alone means a loss.
+            record = self.write_both(replace(record, sequence=record.sequence - 1), deadline)
         finally:
             lock.release()
         return self._info(record, deadline)
@@ -416,9 +414,10 @@ class Volume:
             owner_pid=0,
             owner_start_ticks=0,
             created_unix_s=unix_time_s(),
+            geometry_copy=data,
         )
 
-    def _format(self, record: Record, geometry: Geometry, deadline: Deadline) -> None:
+    def format_namespace(self, record: Record, geometry: Geometry, deadline: Deadline) -> None:
         """Write geometry and an empty table, and make them durable; the journal starts by its UUID alone."""
         dirty: MemberMask = self.io.write(record.geometry_slba, build_geometry(geometry), deadline)
         block_bytes = self.block_size_bytes
@@ -551,7 +550,9 @@ class Volume:
                 if first < current.extent_end:
                     erase_blocks(self.io, first, current.extent_end - first, progress=progress)
                 deadline = Deadline.after(ERASE_TIMEOUT_S)
-            self.write_both(replace(current, state=RECORD_FREE, lease_ms=0, lease_key=0), deadline)
+            self.write_both(
+                replace(current, state=RECORD_FREE, lease_ms=0, lease_key=0, geometry_copy=b""), deadline
+            )
             if erase:
                 erase_blocks(self.io, current.geometry_slba, geometry_blocks)
 
@@ -601,11 +602,15 @@ class Volume:
         finally:
             volume_lock.release()
 
-    def write_both(self, record: Record, deadline: Deadline) -> None:
-        """Both copies, one after the other: the older state must not come back when the newer is damaged."""
-        for step in (1, 2):
-            newer = replace(record, sequence=record.sequence + step)
-            self.io.flush(self.directory.write(newer, deadline), deadline)
+    def write_both(self, record: Record, deadline: Deadline) -> Record:
+        """Both copies, one after the other: the older state must not come back when the newer is damaged.
+
+        Returns the record as the newer copy has it.
+        """
+        for _ in range(2):
+            record = replace(record, sequence=record.sequence + 1)
+            self.io.flush(self.directory.write_place(record, deadline), deadline)
+        return record
 
     def _check_still_there(self, record: Record, what: str, deadline: Deadline) -> None:
         """What was read before the lock may have been deleted, and its place or devices given to another."""

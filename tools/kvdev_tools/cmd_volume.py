@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from kvdev.store.check import CheckProgress
 
 
+RECREATE_TIMEOUT_FACTOR = 4
+"""Several steps, each within the timeout; the writes of former owners are waited for among them."""
+
+
 @click.group()
 def volume() -> None:
     """Make and inspect RAID0 volumes.
@@ -139,6 +143,85 @@ def grow(
         gained = opened.grow(size_bytes=size_bytes, deadline=deadline)
         found = {"grown_bytes": gained, **_describe(opened, deadline)}
     emit(found, as_json=as_json, text=lambda: [f"grown by {format_size(gained)}", *_text(found)])
+
+
+@volume.command()
+@click.argument("uri", metavar="VOLUME")
+@click.option(
+    "--replace",
+    "replaced",
+    metavar="DEVICE",
+    multiple=True,
+    required=True,
+    help="Takes the place of a lost member; once per device, named as in VOLUME.",
+)
+@click.option(
+    "--destroy",
+    metavar="DEVICE",
+    multiple=True,
+    help="Overwrite what this new device holds; once per device.",
+)
+@click.option("--drop", metavar="NAME", multiple=True, help="Leave this KV namespace out.")
+@click.option("--takeover", is_flag=True, help="From owners on other hosts that are known to be dead.")
+@host_options
+@timeout_option
+@json_option
+def recreate(
+    uri: str,
+    replaced: tuple[str, ...],
+    destroy: tuple[str, ...],
+    drop: tuple[str, ...],
+    takeover: bool,
+    host_nqn: str | None,
+    host_id: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Make a volume anew after the loss of a member: empty, with the same KV namespaces.
+
+    VOLUME names the members that are left and the new ones. Names, quotas, policies and geometries are kept, UUIDs
+    are new: a lost member that comes back is a stranger, and no page that is left anywhere is found again.
+    Interrupted, the same call goes on. Engines go on by recompute meanwhile, and open it anew afterwards.
+
+    \b
+    Example:
+      kvdev volume recreate vol:file:/srv/kv0.img,file:/srv/new.img --replace file:/srv/new.img
+    """
+    from kvdev.uri import parse_device_uri, parse_volume_uri
+
+    parsed = parse_volume_uri(uri)
+    newcomers = [str(parse_device_uri(text)) for text in replaced]
+    destroyed = frozenset(str(parse_device_uri(text)) for text in destroy)
+    with make_session(host_nqn, host_id, timeout_s=timeout_s, is_writer=True) as session:
+        from kvdev.store.recreate import recreate_volume
+        from kvdev_tools.pool import open_members
+
+        deadline = operation_deadline(RECREATE_TIMEOUT_FACTOR * timeout_s)
+        report = recreate_volume(
+            open_members(session, parsed, besides=newcomers, deadline=deadline),
+            replaced=newcomers,
+            destroy=destroyed,
+            drop=frozenset(drop),
+            takeover=takeover,
+            deadline=deadline,
+        )
+        found = {
+            "former_uuid": report.former_uuid.hex(),
+            "replaced_members": list(report.lost_members),
+            "dropped": list(report.dropped),
+            "lost_records": list(report.lost_places),
+            **_describe(report.volume, deadline),
+        }
+
+    def text() -> list[str]:
+        lines = [f"made anew in place of {found['former_uuid']}; its KV namespaces are empty"]
+        lines += [f"left out: {name}" for name in report.dropped]
+        if report.lost_places:
+            places = ", ".join(map(str, report.lost_places))
+            lines.append(f"no copy survived of records {places}: KV namespaces there, if any, are gone")
+        return [*lines, "", *_text(found)]
+
+    emit(found, as_json=as_json, text=text)
 
 
 @volume.command()

@@ -6,7 +6,7 @@ Not here: the store (``kvdev.store``); what commands print.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from kvdev.block.device import BlockDevice, read_blocks
@@ -56,12 +56,15 @@ def size_pool(geometry: Geometry, *, page_count: int, member_count: int, strip_s
     return PoolSize(page_count, strip_size_bytes, rows * strip_size_bytes)
 
 
-def open_members(session: Session, uri: VolumeUri, *, deadline: Deadline) -> list[BlockDevice]:
-    """The devices that a volume's URI means; of a whole subsystem the namespaces with a label of ours."""
+def open_members(
+    session: Session, uri: VolumeUri, *, besides: Collection[str] = (), deadline: Deadline
+) -> list[BlockDevice]:
+    """The devices that a volume's URI means; of a whole subsystem the namespaces with a label of ours, and those whose
+    URIs are among ``besides``."""
     members = session.open_members(uri, deadline=deadline)
     if uri.subsystem is None:
         return members
-    labelled = [member for member in members if _has_label(member, deadline)]
+    labelled = [member for member in members if member.uri in besides or _has_label(member, deadline)]
     if not labelled:
         raise UsageError(
             f"{uri}: members: expected at least one labelled namespace, got none; "

@@ -69,7 +69,9 @@ def test_part_of_the_room_when_asked_for_is_taken(lab: Any) -> None:
     larger = [enlarged(member, 4 * MIB) for member in lab.members]
     volume = Volume.open(larger, deadline=soon())
     assert volume.grow(size_bytes=9 * MIB, deadline=soon()) == 3 * MIB
-    with pytest.raises(UsageError, match=r"size: expected 9437184 bytes \(9 MiB\).* to 12582912 .*got 12582913"):
+    with pytest.raises(
+        UsageError, match=r"size: expected 9437184 bytes \(9 MiB\).* to 12582912 .*got 12582913"
+    ):
         volume.grow(size_bytes=12 * MIB + 1, deadline=soon())
     with pytest.raises(UsageError, match=r"size: expected 9437184 .*got 9437183"):
         volume.grow(size_bytes=9 * MIB - 1, deadline=soon())
@@ -82,7 +84,8 @@ def test_member_that_shrinks_after_the_volume_has_grown_is_named(lab: Any) -> No
     Volume.open(larger, deadline=soon()).grow(deadline=soon())
     larger[1] = enlarged(larger[1], 3 * MIB)  # more than its label says, less than the volume has
     with pytest.raises(
-        UsageError, match=r"mem:m1: member 1 of volume 'v': size: expected 1024 blocks, got 768: it was shrunk"
+        UsageError,
+        match=r"mem:m1: member 1 of volume 'v': size: expected 1024 blocks, got 768: it was shrunk",
     ):
         Volume.open(larger, deadline=soon())
 

@@ -204,9 +204,13 @@ def test_moved_table_block_when_opened_is_taken_where_it_is_younger(lab: Any) ->
     assert store.get(keys, lab.room(5)).hit_count == 5
 
 
-def test_geometry_on_media_when_damaged_is_refused(lab: Any) -> None:
+def test_geometry_on_media_when_damaged_everywhere_is_refused(lab: Any) -> None:
     record = lab.volume.namespace("kv", deadline=soon()).record
     damage(lab, record.geometry_slba, 20)
+    lab.volume.open_namespace("kv", deadline=soon()).abandon()
+    for copy in range(2):
+        assert lab.volume.namespace("kv", deadline=soon()).geometry == lab.geometry
+        damage(lab, lab.volume.directory.slba_of(record.record_index, copy), 512 + 20)
     with pytest.raises(CorruptionError, match=r"v#kv: geometry at LBA \d+: checksum: expected 0x"):
         lab.volume.open_namespace("kv", deadline=soon())
 

@@ -31,10 +31,10 @@ def test_the_commands_of_the_section_are_these() -> None:
         "provision status",
         "provision plan",
         "provision apply",
-        "volume create",
+        "volume recreate",
         "provision apply",
     ]
-    assert "--replace" in section and "--destroy" in section and "has no label" in section
+    assert "--replace" in section and "has no label" in section
 
 
 def test_a_member_that_died_is_replaced_and_the_volume_made_anew(
@@ -65,10 +65,12 @@ def test_a_member_that_died_is_replaced_and_the_volume_made_anew(
 def make_anew(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(site.path)
     uris = [member.uri for member in load_deployment(file).volumes["pool"].members]
-    volume = ["vol:" + ",".join(uris), "--name", "pool", "--strip-size", "64KiB", "--host-nqn", HOST_NQN]
-    assert run(["volume", "create", *volume]) != 0, "a labelled member has to be named"
-    assert uris[0] in capsys.readouterr().err
-    assert run(["volume", "create", *volume, "--destroy", uris[0]]) == 0, capsys.readouterr().err
+    volume = ["vol:" + ",".join(uris), "--host-nqn", HOST_NQN]
+    assert run(["volume", "recreate", *volume, "--replace", uris[0]]) != 0, (
+        "the one that lacks its label is another"
+    )
+    assert uris[1] in capsys.readouterr().err
+    assert run(["volume", "recreate", *volume, "--replace", uris[1]]) == 0, capsys.readouterr().err
     capsys.readouterr()
     assert call(capsys, "apply", file)["is_done"]
     assert call(capsys, "plan", file)["is_empty"]

@@ -19,9 +19,9 @@ from kvdev.session import Session
 from kvdev.store import NamespaceInfo, Volume
 from kvdev.store.lock import boot_id, start_ticks
 from kvdev.store.media import UNIT_BYTES
+from kvdev.store.members import read_label
 from kvdev.store.signature import find_signatures, find_users
 from kvdev.store.superblock import Record
-from kvdev.store.members import read_label
 from kvdev.store.volume import check_geometry
 from kvdev.units import format_size
 from kvdev_tools.connect import make_session
