@@ -48,7 +48,7 @@ def deadline() -> Deadline:
 def states_of(log: CrashLog, seed: int) -> Iterator[tuple[CrashStates, str]]:
     """Every cut, with sets of unsafe blocks that reached media, whole or torn; undone when the next is asked for."""
     rng = np.random.default_rng(seed)
-    kept = 1.0 if os.environ.get("KVDEV_LONG") else 0.25
+    kept = 1.0 if os.environ.get("KVDEV_LONG") else 0.1
     states = log.states()
     while True:
         choices = states.choices(rng, exhaustive_count=EXHAUSTIVE_COUNT, random_count=RANDOM_COUNT)
