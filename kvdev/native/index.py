@@ -204,12 +204,15 @@ class Table:
         blocks = self.image[: self.block_count * self.block_bytes].reshape(-1, self.block_bytes)
         return blocks[:, : MEDIA_HEADER_DTYPE.itemsize].view(MEDIA_HEADER_DTYPE)[:, 0]
 
-    def entries(self) -> EntryArray:
-        """All slots' entries, copied, in slot order."""
+    def entries(self, first_slot: int = 0, slot_count: int | None = None) -> EntryArray:
+        """Slots' entries, copied, in slot order; all of them unless told which."""
         per_block = entries_per_block(self.block_bytes)
+        end = self.slot_count if slot_count is None else min(first_slot + slot_count, self.slot_count)
+        first_block, end_block = first_slot // per_block, -(-end // per_block)
         blocks = self.image[: self.block_count * self.block_bytes].reshape(-1, self.block_bytes)
-        body = blocks[:, 64 : 64 + per_block * ENTRY_DTYPE.itemsize]
-        return np.ascontiguousarray(body).view(ENTRY_DTYPE).reshape(-1)[: self.slot_count]
+        body = blocks[first_block:end_block, 64 : 64 + per_block * ENTRY_DTYPE.itemsize]
+        skipped = first_block * per_block
+        return np.ascontiguousarray(body).view(ENTRY_DTYPE).reshape(-1)[first_slot - skipped : end - skipped]
 
 
 def table_buffer(size_bytes: int) -> Uint8Array:

@@ -22,6 +22,7 @@ from kvdev.pool.memory import SharedMemory
 from kvdev.pool.protocol import Commit
 from kvdev.pool.worker import SETTLE_S_MIN, ClientProcess, Granted, Orphans
 from kvdev.store.namespace import KvNamespace
+from kvdev.store.scrub import Scrubber
 from kvdev.store.volume import Volume
 
 ORPHANS_MAX = 4096
@@ -39,6 +40,7 @@ class PoolService:
         self._images: list[SharedMemory] = []
         self._orphans: list[Orphans] = []
         self.volume = volume
+        self._scrubber: Scrubber | None = None
         self.namespace: KvNamespace = volume.open_namespace(
             name, takeover=takeover, make_image=self._make_image, deadline=deadline
         )
@@ -132,8 +134,14 @@ class PoolService:
             )
         return stored
 
+    def start_scrub(self, bytes_per_s: int) -> None:
+        """Verify stored pages in the background, no faster than this, until the namespace is closed."""
+        self._scrubber = Scrubber(self.namespace, bytes_per_s=bytes_per_s)
+        self._scrubber.start()
+
     def stat(self) -> dict[str, Any]:
         stat = self.namespace.stat()
+        scrub = None if self._scrubber is None else self._scrubber.stat()
         return {
             "namespace": self.name,
             "pages": stat.index.live_count,
@@ -145,6 +153,11 @@ class PoolService:
             "commit_count": stat.commit_count,
             "epoch": stat.epoch,
             "orphaned_clients": len(self._orphans),
+            "scrub_bytes_per_s": scrub.bytes_per_s if scrub else 0,
+            "scrub_next_slot": scrub.next_slot if scrub else self.namespace.scrubbed[0],
+            "scrub_checked_pages": scrub.checked_pages if scrub else 0,
+            "scrub_withdrawn_pages": scrub.withdrawn_pages if scrub else 0,
+            "scrubbed_unix_s": self.namespace.scrubbed[1],
         }
 
     # --- clients that go away ----------------------------------------------------------------

@@ -16,13 +16,14 @@ import numpy.typing as npt
 
 from kvdev.block.device import BlockDevice, aligned_buffer
 from kvdev.block.drill import refuse_drill
-from kvdev.clock import NS_PER_S, SYSTEM_CLOCK, Deadline
+from kvdev.clock import Deadline
 from kvdev.errors import KvdevError, UsageError
 from kvdev.native.index import ENTRY_DTYPE, GRANT_DTYPE, EntryArray, GrantArray
 from kvdev.native.io import address_of
 from kvdev.store.members import read_label
 from kvdev.store.namespace import KvNamespace
 from kvdev.store.superblock_io import read_superblock_copies, superblock_slbas
+from kvdev.store.throttle import Throttle
 from kvdev.store.volume import Volume
 from kvdev.units import MIB
 
@@ -111,7 +112,7 @@ def check_volume(
     """
     if repair:
         refuse_drill(devices, "repair")
-    options = _Options(progress, reads_pages, repair, _Throttle(bytes_per_s), timeout_s)
+    options = _Options(progress, reads_pages, repair, Throttle(bytes_per_s), timeout_s)
     report = CheckReport()
     try:
         volume = Volume.open(devices, deadline=Deadline.after(timeout_s))
@@ -145,35 +146,14 @@ def check_volume(
     return report
 
 
-class _Throttle:
-    """Keeps reading at or below a rate, over the whole check."""
-
-    def __init__(self, bytes_per_s: int | None) -> None:
-        if bytes_per_s is not None and bytes_per_s < 1:
-            raise UsageError(f"bytes_per_s: expected at least 1, got {bytes_per_s}")
-        self._bytes_per_s = bytes_per_s
-        self._started_ns = SYSTEM_CLOCK.monotonic_ns()
-        self._bytes = 0
-        self._never = threading.Event()
-
-    def count(self, size_bytes: int) -> None:
-        """Wait until so many more bytes are within the rate."""
-        self._bytes += size_bytes
-        if self._bytes_per_s is None:
-            return
-        due_ns = self._started_ns + self._bytes * NS_PER_S // self._bytes_per_s
-        wait_s = (due_ns - SYSTEM_CLOCK.monotonic_ns()) / NS_PER_S
-        if wait_s > 0:
-            self._never.wait(wait_s)
-
-
 @dataclass(frozen=True)
 class _Options:
     progress: Progress | None
     reads_pages: bool
     repair: bool
-    throttle: _Throttle
+    throttle: Throttle
     timeout_s: float
+    never: threading.Event = field(default_factory=threading.Event)
 
 
 def _label_findings(devices: Sequence[BlockDevice], timeout_s: float) -> list[Finding]:
@@ -285,7 +265,7 @@ def _check_pages(
             if len(found.findings) < FINDING_COUNT_MAX:
                 finding = _page_finding(namespace, batch[index], result.crc32c[index], is_read[index])
                 found.findings.append(replace(finding, is_repaired=options.repair))
-        options.throttle.count(len(batch) * page_bytes)
+        options.throttle.pace(len(batch) * page_bytes, options.never)
         if options.progress is not None:
             next_slot = int(batch["slot_index"][-1]) + 1
             options.progress(CheckProgress(found.name, start + len(batch), len(entries), next_slot))

@@ -143,6 +143,25 @@ class Directory:
         return self._io.is_fenced(since_ns)
 
 
+def check_bounds(io: VolumeIo, record: Record, what: str) -> None:
+    """Bounds that reading by the record relies on; its checksum is intact, so only a bug breaks them."""
+    end = record.extent_end
+    parts = (
+        (record.table_slba, record.table_block_count + record.spare_block_count),
+        (record.journal_slba, record.journal_block_count),
+        (record.data_slba, record.slot_count * record.slot_blocks),
+    )
+    if (
+        any(slba < record.extent_slba or slba + count > end for slba, count in parts)
+        or end > io.device.block_count
+        or record.page_size_bytes > record.slot_blocks * io.block_size_bytes
+        or not 1 <= record.quota_pages <= record.slot_count
+        or record.journal_block_count < 4
+        or record.tail_position >= record.journal_block_count
+    ):
+        raise CorruptionError(f"{what}: record {record.record_index}: its extents contradict each other")
+
+
 def _build_place(record: Record) -> bytes:
     copy = record.geometry_copy if len(record.geometry_copy) <= GEOMETRY_COPY_BYTES_MAX else b""
     return (build_record(record) + copy).ljust(UNIT_BYTES, b"\0")

@@ -46,7 +46,7 @@ from kvdev.native.index import (
 from kvdev.native.io import OPCODE_READ
 from kvdev.store.batch import check_commit, check_grants
 from kvdev.store.claim import leave, wait_fenced
-from kvdev.store.directory import Directory
+from kvdev.store.directory import Directory, check_bounds
 from kvdev.store.fence import Fence, is_conflict
 from kvdev.store.geometry_block import read_geometry
 from kvdev.store.journal import Journal
@@ -140,7 +140,10 @@ class KvNamespace:
         self.epoch = 0
         self.reload_count = 0
         self._refreshed_ns = SYSTEM_CLOCK.monotonic_ns()
+        self._before_end: list[Callable[[], None]] = []
         self._load(record_index, deadline)
+        self.scrubbed = (self._record.scrub_slot, self._record.scrubbed_unix_s)
+        """Where a scrub goes on, and when one last came to the end; the record says so when it is next written."""
         # Whoever wrote before us may have left completed writes in caches: what we read becomes durable
         # before the first record that builds on it.
         self._dirty_data: MemberMask = io.all_members()
@@ -174,7 +177,7 @@ class KvNamespace:
         if record is None or not record.is_live:
             problems = "; ".join(place.problems) or "it was deleted"
             raise CorruptionError(f"{self.what}: no intact record: {problems}")
-        self._check_record(record)
+        check_bounds(self._io, record, self.what)
         self._keeper = RecordKeeper(self._directory, place, self._lease)
         self.uuid = record.namespace_uuid
         self.name = record.name
@@ -242,27 +245,6 @@ class KvNamespace:
         )
         return record
 
-    def _check_record(self, record: Record) -> None:
-        """Bounds that reading by the record relies on; its checksum is intact, so only a bug breaks them."""
-        block = self._io.block_size_bytes
-        end = record.extent_end
-        parts = (
-            (record.table_slba, record.table_block_count + record.spare_block_count),
-            (record.journal_slba, record.journal_block_count),
-            (record.data_slba, record.slot_count * record.slot_blocks),
-        )
-        if (
-            any(slba < record.extent_slba or slba + count > end for slba, count in parts)
-            or end > self._io.device.block_count
-            or record.page_size_bytes > record.slot_blocks * block
-            or not 1 <= record.quota_pages <= record.slot_count
-            or record.journal_block_count < 4
-            or record.tail_position >= record.journal_block_count
-        ):
-            raise CorruptionError(
-                f"{self.what}: record {record.record_index}: its extents contradict each other"
-            )
-
     @property
     def _record(self) -> Record:
         return self._keeper.record
@@ -313,7 +295,7 @@ class KvNamespace:
                     # A target that was started anew forgot us, or somebody put us out: that shows in the record.
                     self._keeper.check(deadline)
                     lease.fence.join(deadline)
-                self._keeper.write(deadline, durable_sequence=self._journal.durable_sequence)
+                self._write_record(deadline)
             except LeaseLostError:
                 lease.fence.leave(deadline)
                 raise
@@ -779,7 +761,13 @@ class KvNamespace:
             self._table_io.confirm()
 
     def _write_record(self, deadline: Deadline, **fields: object) -> None:
-        self._keeper.write(deadline, **{"durable_sequence": self._journal.durable_sequence, **fields})
+        slot, ended = self.scrubbed
+        own = {
+            "durable_sequence": self._journal.durable_sequence,
+            "scrub_slot": slot,
+            "scrubbed_unix_s": ended,
+        }
+        self._keeper.write(deadline, **{**own, **fields})
 
     # --- end ---------------------------------------------------------------------------------
 
@@ -801,10 +789,10 @@ class KvNamespace:
         """A mask with a place for each member, none of them set."""
         return self._io.no_members()
 
-    def entries(self) -> EntryArray:
-        """The live pages' entries, by slot."""
+    def entries(self, first_slot: int = 0, slot_count: int | None = None) -> EntryArray:
+        """The live pages' entries, by slot; of all slots unless told which."""
         with self.mutex:
-            entries = self._index.table.entries()
+            entries = self._index.table.entries(first_slot, slot_count)
             live: EntryArray = entries[entries["state"] == 1]
             return live
 
@@ -841,6 +829,7 @@ class KvNamespace:
 
         The locks are given back even when the flush fails; the error is raised then.
         """
+        self._end_others()
         with self.mutex:
             if self._is_closed:
                 return
@@ -861,6 +850,18 @@ class KvNamespace:
             finally:
                 self.abandon()
 
+    def call_before_end(self, callback: Callable[[], None]) -> None:
+        """Have this called, once, when the namespace is closed or given up: what runs in the background ends."""
+        self._before_end.append(callback)
+
+    def _end_others(self) -> None:
+        while self._before_end:
+            self._before_end.pop()()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def _has_quarantine(self) -> bool:
         """Whether anything that was lost, or is granted, may still land: then whoever opens next has to wait for it."""
         places = (self._lost_slots, self._journal.quarantine, self._table_io.quarantine)
@@ -870,6 +871,7 @@ class KvNamespace:
 
     def abandon(self) -> None:
         """Give the locks back and write nothing, as a crash would leave it."""
+        self._end_others()
         self._is_closed = True
         if self._lock is not None:
             self._lock.release()

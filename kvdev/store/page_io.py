@@ -83,6 +83,25 @@ class PageIo:
             OPCODE_READ, grants, addresses, deadline=deadline, wants_crc=wants_crc, may_copy=may_copy
         )
 
+    def read_slot(
+        self, slot_index: int, buffer: npt.NDArray[np.uint8], *, piece_bytes: int, deadline: Deadline
+    ) -> None:
+        """Read a whole slot into ``buffer``, one piece after the other: who wants the devices waits for one.
+
+        Raises the first error.
+        """
+        block_bytes = self._io.block_size_bytes
+        assert buffer.nbytes == self.slot_size_bytes and 0 <= slot_index < self._slot_count
+        for first in range(0, self._slot_blocks, max(1, piece_bytes // block_bytes)):
+            part = buffer[first * block_bytes :][: max(1, piece_bytes // block_bytes) * block_bytes]
+            slba = self._data_slba + slot_index * self._slot_blocks + first
+            self._io.transfer(OPCODE_READ, slba, part, deadline)
+
+    @property
+    def slot_size_bytes(self) -> int:
+        """A page and what its last block has behind it."""
+        return self._slot_blocks * self._io.block_size_bytes
+
     def write(
         self, grants: GrantArray, addresses: Uint64Array, *, deadline: Deadline, wants_crc: bool = True
     ) -> PageResult:

@@ -308,6 +308,8 @@ class _Recreation:
             tail_sequence=1,
             epoch_first_sequence=1,
             durable_sequence=0,
+            scrub_slot=0,
+            scrubbed_unix_s=0,
             owner_boot_id=bytes(16),
             owner_pid=0,
             owner_start_ticks=0,

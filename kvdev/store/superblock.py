@@ -122,6 +122,8 @@ _LEASE_OFFSET = 336 - HEADER_SIZE_BYTES
 HOST_NAME_BYTES = 40
 _TENANT = struct.Struct("<I")
 _TENANT_OFFSET = _LEASE_OFFSET + _LEASE.size
+_SCRUB = struct.Struct("<I4xQ")
+_SCRUB_OFFSET = STRUCTURE_BYTES - _SCRUB.size - HEADER_SIZE_BYTES
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,10 @@ class Record:
     lease_host_name: str = ""
     ttl_s: int = 0
     """Seconds that a page lives after it was put; 0 for ever. Entries hold when they were put, then."""
+    scrub_slot: int = 0
+    """Where the scrub goes on."""
+    scrubbed_unix_s: int = 0
+    """When it last came to the end; 0 for never."""
     geometry_copy: bytes = field(default=b"", compare=False)
     """The geometry as it stands behind the record in its place, intact; empty where it does not."""
 
@@ -241,6 +247,7 @@ def build_record(record: Record) -> bytes:
         record.lease_host_name.encode()[:HOST_NAME_BYTES],
     )
     body += _TENANT.pack(record.ttl_s)
+    body = body.ljust(_SCRUB_OFFSET, b"\0") + _SCRUB.pack(record.scrub_slot, record.scrubbed_unix_s)
     header = MediaHeader(
         MAGIC_RECORD,
         record.volume_uuid,
@@ -267,8 +274,11 @@ def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
         *rest,
     )
     host_id, key, lease_ms, pid_namespace, durable, host_name = _LEASE.unpack_from(body, _LEASE_OFFSET)
+    scrub_slot, scrubbed_unix_s = _SCRUB.unpack_from(body, _SCRUB_OFFSET)
     return replace(
         record,
+        scrub_slot=scrub_slot,
+        scrubbed_unix_s=scrubbed_unix_s,
         eviction_policy=policy,
         lease_host_id=host_id,
         lease_key=key,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdev.units import parse_size
 from kvdev_tools.connect import host_options, make_session, operation_deadline, session_keys, timeout_option
 from kvdev_tools.output import emit, fields, json_option
 
@@ -60,6 +61,9 @@ def _socket_path(given: str | None) -> str:
 @_socket_option
 @click.option("--ready-file", metavar="FILE", help="File to write once it serves; removed at the end.")
 @click.option("--takeover", is_flag=True, help="From an owner of another host that is known to be dead.")
+@click.option(
+    "--scrub-rate", metavar="SIZE", help="Verify stored pages in the background, so many bytes a second."
+)
 @click.option("--restart", is_flag=True, help="Serve in a child process, and start it again when it dies.")
 @click.option("--parent-pid", type=int, hidden=True, help="End when this process, our parent, ends.")
 @host_options
@@ -69,6 +73,7 @@ def serve(
     socket_path: str | None,
     ready_file: str | None,
     takeover: bool,
+    scrub_rate: str | None,
     restart: bool,
     parent_pid: int | None,
     host_nqn: str | None,
@@ -88,9 +93,16 @@ def serve(
       kvdev pool serve --restart "vol:file:/srv/kv0.img#rank0" "vol:file:/srv/kv0.img#rank1"
     """
     path = _socket_path(socket_path)
+    scrub_bytes_per_s = None if scrub_rate is None else parse_size(scrub_rate, field="scrub_rate")
     if restart:
         return _supervise(
-            uris, path, ready_file, takeover=takeover, host=(host_nqn, host_id), timeout_s=timeout_s
+            uris,
+            path,
+            ready_file,
+            takeover=takeover,
+            host=(host_nqn, host_id),
+            scrub_rate=scrub_rate,
+            timeout_s=timeout_s,
         )
     if parent_pid is not None:
         from kvdev_tools.process import die_with_parent
@@ -105,7 +117,16 @@ def serve(
     former = [(number, signal.signal(number, stop)) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
         with make_session(host_nqn, host_id, timeout_s=timeout_s, is_writer=True) as session:
-            _serve(session, uris, path, ready_file, takeover=takeover, timeout_s=timeout_s, stopped=stopped)
+            _serve(
+                session,
+                uris,
+                path,
+                ready_file,
+                takeover=takeover,
+                scrub_bytes_per_s=scrub_bytes_per_s,
+                timeout_s=timeout_s,
+                stopped=stopped,
+            )
     finally:
         for number, handler in former:
             signal.signal(number, handler)
@@ -119,6 +140,7 @@ def _serve(
     ready_file: str | None,
     *,
     takeover: bool,
+    scrub_bytes_per_s: int | None,
     timeout_s: float,
     stopped: threading.Event,
 ) -> None:
@@ -129,6 +151,8 @@ def _serve(
     services: list[PoolService] = []
     try:
         volumes = _open_services(session, uris, services, takeover=takeover, timeout_s=timeout_s)
+        for service in services if scrub_bytes_per_s is not None else ():
+            service.start_scrub(scrub_bytes_per_s)
         host = {"host_nqn": session.host.host_nqn, "host_id": str(session.host.host_id)}
         server = PoolServer(path, services, volume_uris=volumes, host=host)
         try:
@@ -188,6 +212,7 @@ def _supervise(
     *,
     takeover: bool,
     host: tuple[str | None, str | None],
+    scrub_rate: str | None,
     timeout_s: float,
 ) -> int:
     """Run the pool process as a child; start it again when it dies, until told to stop."""
@@ -198,7 +223,12 @@ def _supervise(
 
     arguments = ["pool", "serve", *uris, "--socket", path, "--timeout", str(timeout_s)]
     arguments += ["--parent-pid", str(os.getpid())]
-    for name, value in (("--host-nqn", host[0]), ("--host-id", host[1]), ("--ready-file", ready_file)):
+    for name, value in (
+        ("--host-nqn", host[0]),
+        ("--host-id", host[1]),
+        ("--ready-file", ready_file),
+        ("--scrub-rate", scrub_rate),
+    ):
         arguments += [name, value] if value is not None else []
     for name, place in session_keys().items():
         arguments += [f"--{name.replace('_', '-')}", place]
