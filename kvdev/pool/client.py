@@ -214,12 +214,19 @@ class PoolStore:
             if not isinstance(error, ConnectError):
                 log.warning("%s: %s", self.what, error)
             return None
-        if found.uuid != self.uuid:
+        if found.geometry != self.geometry:
             found.close()
             raise UsageError(
                 f"{self.what}: the pool at {self.path} serves another KV namespace of that name now"
             )
-        log.warning("%s: the pool process at %s is back", self.what, self.path)
+        is_anew = found.uuid != self.uuid  # as after the loss of a member: nothing that was stored is there
+        log.warning(
+            "%s: the pool process at %s is back%s",
+            self.what,
+            self.path,
+            ", with an empty namespace" * is_anew,
+        )
+        self.uuid, self.quota_pages = found.uuid, found.quota_pages
         self._attached = found
         return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,10 @@ import numpy.typing as npt
 from kvdev.block.device import BlockDevice, aligned_buffer
 from kvdev.block.drill import refuse_drill
 from kvdev.clock import Deadline
-from kvdev.errors import KvdevError, UsageError
+from kvdev.errors import CommandError, CorruptionError, KvdevError, UsageError
 from kvdev.native.index import ENTRY_DTYPE, GRANT_DTYPE, EntryArray, GrantArray
 from kvdev.native.io import address_of
+from kvdev.store.directory import COPY_COUNT, Place
 from kvdev.store.members import read_label
 from kvdev.store.namespace import KvNamespace
 from kvdev.store.superblock_io import read_superblock_copies, superblock_slbas
@@ -138,12 +140,47 @@ def check_volume(
             if not is_skipped:
                 found = _check_namespace(volume, index, place.record.name, options, first_slot)
                 report.namespaces.append(found)
-        # An owner that closes in order has written both copies of its record.
-        is_repaired = repair and found is not None and found.was_closed
-        report.findings += [
-            Finding(f"record {index}", problem, is_repaired=is_repaired) for problem in place.problems
-        ]
+        report.findings += _place_findings(volume, index, place, options, found)
+    report.findings += _overlap_findings(volume, places)
     return report
+
+
+def _place_findings(
+    volume: Volume, index: int, place: Place, options: _Options, found: NamespaceCheck | None
+) -> list[Finding]:
+    """Damaged copies of a record and of the geometry behind it; with repair they are written again."""
+    # An owner that closes in order has written both copies of its record.
+    is_closed = options.repair and found is not None and found.was_closed
+    findings = [Finding(f"record {index}", problem, is_repaired=is_closed) for problem in place.problems]
+    record = place.record
+    if record is None and place.problems:
+        if options.repair:
+            volume.free_lost_place(index, deadline=Deadline.after(options.timeout_s))
+        text = "no copy is intact: its KV namespace is lost"
+        findings = [replace(finding, is_repaired=options.repair) for finding in findings]
+        findings.append(Finding(f"record {index}", text, is_repaired=options.repair))
+    if record is not None and record.is_live and place.geometry_count < COPY_COUNT:
+        if is_closed:
+            volume.rewrite_geometry(record.name, deadline=Deadline.after(options.timeout_s))
+        if place.geometry_count > 0 and place.intact_count == COPY_COUNT:
+            text = "a copy of the geometry behind it is damaged"
+            findings.append(Finding(f"record {index}", text, is_repaired=is_closed))
+    return findings
+
+
+def _overlap_findings(volume: Volume, places: Sequence[Place]) -> list[Finding]:
+    """KV namespaces that claim the same blocks."""
+    records = [place.record for place in places if place.record is not None and place.record.is_live]
+    ordered = sorted(records, key=lambda record: record.extent_slba)
+    return [
+        Finding(
+            f"record {after.record_index}",
+            f"{volume.name}#{after.name}: extent at LBA {after.extent_slba}: expected it to start behind that of "
+            f"{before.name}, at LBA {before.extent_end}",
+        )
+        for before, after in pairwise(ordered)
+        if after.extent_slba < before.extent_end
+    ]
 
 
 @dataclass(frozen=True)
@@ -181,12 +218,24 @@ def _superblock_findings(volume: Volume, options: _Options) -> list[Finding]:
         volume.repair_superblocks(deadline=Deadline.after(options.timeout_s))
     return [
         Finding(
-            f"superblock copy {index} at LBA {superblock_slbas(volume.superblock)[index]}",
+            f"superblock copy {index} at {volume.io.where(superblock_slbas(volume.superblock)[index])}",
             found.problems[index],
             is_repaired=options.repair,
         )
         for index in found.damaged
     ]
+
+
+def _open_reader(volume: Volume, record_index: int, what: str, options: _Options) -> KvNamespace:
+    return KvNamespace(
+        volume.io,
+        volume.directory,
+        record_index,
+        what=what,
+        mode="reader",
+        lock=None,
+        deadline=Deadline.after(options.timeout_s),
+    )
 
 
 def _check_namespace(
@@ -196,27 +245,16 @@ def _check_namespace(
     found = NamespaceCheck(name)
     what = f"{volume.name}#{name}"
     try:
+        # What it looks like before an owner writes its record.
+        namespace = _open_reader(volume, record_index, what, options)
+        structures = _structure_findings(volume, namespace, options)
         if options.repair:
             namespace = volume.open_namespace(name, deadline=Deadline.after(timeout_s))
-        else:
-            namespace = KvNamespace(
-                volume.io,
-                volume.directory,
-                record_index,
-                what=what,
-                mode="reader",
-                lock=None,
-                deadline=Deadline.after(timeout_s),
-            )
     except KvdevError as problem:
         found.findings.append(Finding(what, str(problem)))
         return found
     found.replayed_records = namespace.open_report.replayed_record_count
-    for block in namespace.open_report.damaged_table_blocks:
-        slba = namespace.table_slba + block
-        text = f"table block {block} at LBA {slba}: damaged; its pages are lost"
-        found.findings.append(Finding(what, text, lost_pages_max=namespace.entries_per_table_block))
-    table_finding_count = len(found.findings)
+    found.findings += structures
     entries = namespace.entries()
     found.pages = len(entries)
     try:
@@ -227,11 +265,32 @@ def _check_namespace(
             namespace.rewrite_damaged_table()
             namespace.close(deadline=Deadline.after(timeout_s))
             found.was_closed = True
-            for index in range(table_finding_count):
+            volume.rewrite_geometry(name, deadline=Deadline.after(timeout_s), only_damaged=True)
+            for index in range(len(structures)):
                 found.findings[index] = replace(found.findings[index], is_repaired=True)
     finally:
         namespace.abandon()
     return found
+
+
+def _structure_findings(volume: Volume, namespace: KvNamespace, options: _Options) -> list[Finding]:
+    """Geometry, table and journal of one namespace."""
+    findings = []
+    try:
+        volume.read_extent_geometry(namespace.record_index, deadline=Deadline.after(options.timeout_s))
+    except (CorruptionError, CommandError) as problem:
+        findings.append(Finding(namespace.what, str(problem)))
+    for block in namespace.open_report.damaged_table_blocks:
+        text = f"table block {block} at {volume.io.where(namespace.table_slba + block)}: damaged; its pages are lost"
+        findings.append(Finding(namespace.what, text, lost_pages_max=namespace.entries_per_table_block))
+    gap = namespace.find_journal_gap(deadline=Deadline.after(options.timeout_s))
+    if gap is not None:
+        text = (
+            f"journal position {gap.position} at {volume.io.where(gap.slba)}: expected a block with sequence "
+            f"{gap.sequence}, got {gap.reason}: records {gap.sequence} to {gap.last_sequence} are lost"
+        )
+        findings.append(Finding(namespace.what, text, lost_pages_max=gap.record_count))
+    return findings
 
 
 def _check_pages(
@@ -273,11 +332,11 @@ def _check_pages(
 
 def _page_finding(namespace: KvNamespace, entry: np.void, crc32c: np.uint32, is_read: np.bool_) -> Finding:
     slot = int(entry["slot_index"])
-    slba = namespace.slot_slba(slot)
+    place = namespace.where(namespace.slot_slba(slot))
     expected = int(entry["checksum"]) & 0xFFFFFFFF
     what = f"checksum: expected 0x{expected:08x}, got 0x{int(crc32c):08x}" if is_read else "cannot be read"
     key = bytes(entry["key"]).hex()
-    return Finding(namespace.what, f"page {key} in slot {slot} at LBA {slba}: {what}", lost_pages_max=1)
+    return Finding(namespace.what, f"page {key} in slot {slot} at {place}: {what}", lost_pages_max=1)
 
 
 def grants_of(entries: EntryArray) -> GrantArray:

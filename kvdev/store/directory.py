@@ -33,6 +33,8 @@ class Place:
     record: Record | None = None
     intact_count: int = 0
     problems: list[str] = field(default_factory=list)
+    geometry_count: int = 0
+    """How many copies of the geometry are intact; none in volumes made before there were any."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -86,7 +88,7 @@ class Directory:
             if not any(untrusted[:HEADER_SIZE_BYTES]):
                 continue  # the common case, without an exception
             slba = self.slba_of(record_index, copy_index)
-            what = f"record {record_index} copy {copy_index} at LBA {slba}"
+            what = f"record {record_index} copy {copy_index} at {self._io.where(slba)}"
             try:
                 record = parse_record(
                     untrusted[:STRUCTURE_BYTES], what=what, volume_uuid=self._superblock.volume_uuid
@@ -103,7 +105,16 @@ class Directory:
             if place.record is None or record.sequence > place.record.sequence:
                 place.record = record
         if place.record is not None:
-            place.record = replace(place.record, geometry_copy=_geometry_copy(place.record, units))
+            copies = _geometry_copies(place.record, units)
+            place.record = replace(place.record, geometry_copy=copies[0] if copies else b"")
+            place.geometry_count = len(copies)
+            if place.record.is_live and place.intact_count < COPY_COUNT and not place.problems:
+                missing = 1 - place.record.sequence % COPY_COUNT
+                where = self._io.where(self.slba_of(record_index, missing))
+                place.problems.append(
+                    f"record {record_index} copy {missing} at {where}: expected one of {place.record.name!r}, which "
+                    f"has two, got nothing of this volume"
+                )
         return place
 
     def write(self, record: Record, deadline: Deadline) -> MemberMask:
@@ -167,13 +178,11 @@ def _build_place(record: Record) -> bytes:
     return (build_record(record) + copy).ljust(UNIT_BYTES, b"\0")
 
 
-def _geometry_copy(record: Record, untrusted: list[bytes]) -> bytes:
-    """The first intact copy of a record's geometry in its place; empty when there is none."""
-    for unit in untrusted:
-        data = unit[STRUCTURE_BYTES:][: record.geometry_size_bytes]
-        if len(data) == record.geometry_size_bytes and crc32c(data) == record.geometry_crc32c:
-            return data
-    return b""
+def _geometry_copies(record: Record, untrusted: list[bytes]) -> list[bytes]:
+    """The intact copies of a record's geometry in its place."""
+    found = [unit[STRUCTURE_BYTES:][: record.geometry_size_bytes] for unit in untrusted]
+    size_bytes = record.geometry_size_bytes
+    return [data for data in found if len(data) == size_bytes > 0 and crc32c(data) == record.geometry_crc32c]
 
 
 def _is_unused(untrusted: bytes, volume_uuid: bytes) -> bool:

@@ -35,7 +35,7 @@ def read_geometry(io: VolumeIo, record: Record, *, what: str, deadline: Deadline
 
 def read_extent_geometry(io: VolumeIo, record: Record, *, what: str, deadline: Deadline) -> Geometry:
     """The geometry that stands at the start of the extent."""
-    where = f"{what}: geometry at LBA {record.geometry_slba}"
+    where = f"{what}: geometry at {io.where(record.geometry_slba)}"
     if record.geometry_size_bytes > UNIT_BYTES:
         raise CorruptionError(
             f"{where}: size: expected at most {UNIT_BYTES}, got {record.geometry_size_bytes}"

@@ -53,11 +53,32 @@ class JournalBlock:
         return self.sequence + len(self.records)
 
 
+@dataclass(frozen=True)
+class JournalGap:
+    """Where the next block should be and is not, and up to which record there had been more."""
+
+    position: int
+    slba: int
+    sequence: int
+    last_sequence: int
+    reason: str
+
+    @property
+    def record_count(self) -> int:
+        return self.last_sequence - self.sequence + 1
+
+
 def durable_mark(record: Record, blocks: Sequence[JournalBlock]) -> int:
     """The newest record known to be durable: by the table's tail, by the lease's renewal, or by a later block."""
     return max(
         record.tail_sequence - 1, record.durable_sequence, *(block.durable_sequence for block in blocks), 0
     )
+
+
+def _is_of_its_turn(header: np.void, record: Record, first_sequence: int) -> bool:
+    """Whether a block is of the epoch that its sequence belongs to, and not of a journal that an owner left behind."""
+    sequence, epoch = int(header["sequence"]), int(header["epoch"])
+    return sequence >= first_sequence and (epoch < record.epoch) == (sequence < record.epoch_first_sequence)
 
 
 FOLLOW_PIECE_BLOCKS = 16
@@ -171,6 +192,35 @@ class Journal:
         )
         return durable_mark(record, list(chain))
 
+    def find_gap(self, image: npt.NDArray[np.uint8], record: Record) -> JournalGap | None:
+        """Whether replay ended before records that had been durable: by what the blocks behind, and the record, say.
+
+        Also where the block at the end is the next one but for its checksum: a block is written whole or not at all.
+        """
+        position, expected = self.head_position, self.next_sequence
+        durable, magic = record.durable_sequence, int.from_bytes(MAGIC_JOURNAL, "little")
+        for index in range(self.block_count):
+            block = self._block_of(image, index)
+            if media_error(block, magic, self._uuid) is not None:
+                continue
+            header = block[:HEADER_SIZE_BYTES].view(MEDIA_HEADER_DTYPE)[0]
+            if int(header["index"]) != index and _is_of_its_turn(header, record, expected):
+                durable = max(
+                    durable, int(header["sequence"]) + int(header["count"]) - 1
+                )  # it changed places
+            elif _is_of_its_turn(header, record, expected + 1):
+                durable = max(durable, int(header["durable_sequence"]))
+        block = self._block_of(image, position)
+        header = block[:HEADER_SIZE_BYTES].view(MEDIA_HEADER_DTYPE)[0]
+        reason = media_error(block, magic, self._uuid)
+        # One of another UUID is what a namespace before this one left there.
+        is_ours = header["uuid"].tobytes() == self._uuid and int(header["sequence"]) == expected
+        if reason == "checksum" and is_ours and _is_of_its_turn(header, record, expected):
+            durable = max(durable, expected + max(1, min(int(header["count"]), self.records_per_block)) - 1)
+        if durable < expected:
+            return None
+        return JournalGap(position, self._slba + position, expected, durable, reason or "another block")
+
     def _block_of(self, image: npt.NDArray[np.uint8], index: int) -> npt.NDArray[np.uint8]:
         return image[index * self._io.block_size_bytes :][: self._io.block_size_bytes]
 
@@ -192,7 +242,7 @@ class Journal:
             sequence, epoch, count = int(header["sequence"]), int(header["epoch"]), int(header["count"])
             if epoch > record.epoch or (is_record_doubtful and sequence > next_sequence):
                 raise CorruptionError(
-                    f"journal position {position} at LBA {self._slba + position}: epoch {epoch}, sequence "
+                    f"journal position {position} at {self._io.where(self._slba + position)}: epoch {epoch}, sequence "
                     f"{sequence} are younger than the record's epoch {record.epoch}, tail "
                     f"{record.tail_sequence}: the record's newer copy is lost"
                 )

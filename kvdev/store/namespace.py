@@ -49,7 +49,7 @@ from kvdev.store.claim import leave, wait_fenced
 from kvdev.store.directory import Directory, check_bounds
 from kvdev.store.fence import Fence, is_conflict
 from kvdev.store.geometry_block import read_geometry
-from kvdev.store.journal import Journal
+from kvdev.store.journal import Journal, JournalGap
 from kvdev.store.lease import Lease
 from kvdev.store.lock import OwnerLock
 from kvdev.store.page_io import page_io_of
@@ -789,6 +789,11 @@ class KvNamespace:
         """A mask with a place for each member, none of them set."""
         return self._io.no_members()
 
+    def find_journal_gap(self, *, deadline: Deadline) -> JournalGap | None:
+        """Whether the journal lacks records that had been durable; of a namespace that has not written since."""
+        with self.mutex:
+            return self._journal.find_gap(self._journal.read(deadline), self._record)
+
     def entries(self, first_slot: int = 0, slot_count: int | None = None) -> EntryArray:
         """The live pages' entries, by slot; of all slots unless told which."""
         with self.mutex:
@@ -816,6 +821,10 @@ class KvNamespace:
     def slot_slba(self, slot_index: int) -> int:
         """First logical block of a slot, in the volume's blocks."""
         return self._record.data_slba + slot_index * self._record.slot_blocks
+
+    def where(self, slba: int) -> str:
+        """A block of the volume for people, with the member that it is on."""
+        return self._io.where(slba)
 
     def member_bytes(self) -> npt.NDArray[np.int64]:
         """Bytes of stored pages on each member (on one sum, where a RAID0 device hides the members)."""

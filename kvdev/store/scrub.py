@@ -213,10 +213,10 @@ class Scrubber:
         self._counts["withdrawn"] += count
         slot = int(entry["slot_index"][0])
         log.warning(
-            "%s: scrub: page in slot %d at LBA %d: %s; withdrawn",
+            "%s: scrub: page in slot %d at %s: %s; withdrawn",
             namespace.what,
             slot,
-            namespace.slot_slba(slot),
+            namespace.where(namespace.slot_slba(slot)),
             what,
         )
 

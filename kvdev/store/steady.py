@@ -19,14 +19,7 @@ import numpy.typing as npt
 
 from kvdev.buffers import Pages
 from kvdev.clock import Deadline
-from kvdev.errors import (
-    ConnectionLostError,
-    DeadlineError,
-    KvdevError,
-    LeaseLostError,
-    UncertainWriteError,
-    UsageError,
-)
+from kvdev.errors import ConnectionLostError, DeadlineError, KvdevError, LeaseLostError, UsageError
 from kvdev.keys import KeyArray, check_keys
 from kvdev.native.index import GRANT_DTYPE, SLOT_NONE, GrantArray
 from kvdev.store.page_store import GetResult, PageStatus, PageStore, PutResult
@@ -39,8 +32,11 @@ _T = TypeVar("_T")
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether an error says that a member, or the namespace, is gone for this owner."""
-    return isinstance(error, (ConnectionLostError, UncertainWriteError, LeaseLostError))
+    """Whether an error says that a member, or the namespace, is gone for this owner.
+
+    A write of unknown fate alone does not: its target may be back already.
+    """
+    return isinstance(error, (ConnectionLostError, LeaseLostError))
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class SteadyStat:
     missed_pages: int
     """Asked for while the store was away, or lost with it in the batch that found out."""
     dropped_pages: int
-    """Put likewise."""
+    """Put likewise, and what failed to be put before."""
 
 
 class SteadyStore:
@@ -165,6 +161,7 @@ class SteadyStore:
                         self.dropped_pages += len(keys)
                         status = np.full(len(keys), PageStatus.ERROR, dtype=np.uint8)
                         return replace(result, status=status)
+                    self.dropped_pages += result.error_count
                     return result
             self.dropped_pages += len(keys)
             status = np.full(len(keys), PageStatus.ERROR, dtype=np.uint8)

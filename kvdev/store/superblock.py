@@ -7,7 +7,7 @@ Trust: the ``parse_`` functions take untrusted bytes; raise only CorruptionError
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 from kvdev.errors import CorruptionError
 from kvdev.store.media import (
@@ -197,6 +197,23 @@ class Record:
     @property
     def extent_end(self) -> int:
         return self.extent_slba + self.extent_block_count
+
+
+def free_record(volume_uuid: bytes, record_index: int) -> Record:
+    """A place without a KV namespace."""
+    blank: dict[str, object] = {"int": 0, "str": "", "bytes": b""}
+    values = {each.name: blank[str(each.type)] for each in fields(Record) if each.default is MISSING}
+    return Record(
+        **{  # type: ignore[arg-type]
+            **{name: value for name, value in values.items() if name != "geometry_copy"},
+            "volume_uuid": volume_uuid,
+            "record_index": record_index,
+            "namespace_uuid": bytes(16),
+            "geometry_fingerprint": bytes(32),
+            "owner_boot_id": bytes(16),
+            "state": RECORD_FREE,
+        }
+    )
 
 
 def policy_name(record: Record) -> str:

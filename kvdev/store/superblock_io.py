@@ -167,7 +167,7 @@ def read_superblock_copies(
     copies: list[Superblock | None] = []
     problems: list[str] = []
     for index, slba in enumerate(superblock_slbas(place)):
-        what = f"superblock copy {index} at LBA {slba}"
+        what = f"superblock copy {index} at {io.where(slba)}"
         try:
             data = io.read(slba, 1, deadline).tobytes()[:STRUCTURE_BYTES]
             copies.append(
@@ -184,7 +184,7 @@ def read_superblock_copies(
         if copy is not None and copy.sequence < newest:
             slba = superblock_slbas(place)[index]
             problems[index] = (
-                f"superblock copy {index} at LBA {slba}: sequence: expected {newest}, got {copy.sequence}: "
+                f"superblock copy {index} at {io.where(slba)}: sequence: expected {newest}, got {copy.sequence}: "
                 f"it is an older state"
             )
     return SuperblockCopies((copies[0], copies[1]), (problems[0], problems[1]))

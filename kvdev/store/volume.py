@@ -18,7 +18,7 @@ from kvdev.block.device import BlockDevice, aligned_buffer
 from kvdev.block.drill import refuse_drill
 from kvdev.block.stripe import StripeDevice, check_strip_size
 from kvdev.clock import Deadline, unix_time_s
-from kvdev.errors import CapacityError, CorruptionError, KvdevError, UsageError
+from kvdev.errors import CapacityError, CommandError, CorruptionError, KvdevError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.native.crc import crc32c
 from kvdev.native.index import Uint8Array, format_table, table_buffer
@@ -27,7 +27,7 @@ from kvdev.store.claim import claim, leave, wait_fenced
 from kvdev.store.directory import Directory
 from kvdev.store.erase import Progress, erase_blocks
 from kvdev.store.fence import Fence, GuestFence
-from kvdev.store.geometry_block import build_geometry, read_geometry
+from kvdev.store.geometry_block import build_geometry, read_extent_geometry, read_geometry
 from kvdev.store.lease import LEASE_MS_DEFAULT, Lease, OwnerIdentity
 from kvdev.store.lock import DevicesLock, OwnerLock, WriterLock
 from kvdev.store.media import NAME_BYTES, UNIT_BYTES
@@ -48,6 +48,7 @@ from kvdev.store.superblock import (
     RECORD_LIVE,
     Record,
     Superblock,
+    free_record,
     policy_name,
 )
 from kvdev.store.superblock_io import (
@@ -232,7 +233,10 @@ class Volume:
         for place in self.directory.read_all(deadline):
             if place.record is None:
                 if place.problems:
-                    raise CorruptionError(f"volume {self.name}: {place.problems[0]}; run volume check")
+                    raise CorruptionError(
+                        f"volume {self.name}: {place.problems[0]}, and no other is intact; kvdev volume check --repair "
+                        f"gives the lost KV namespace up"
+                    )
                 continue
             if place.record.is_live:
                 infos.append(self._info(place.record, deadline))
@@ -256,10 +260,12 @@ class Volume:
 
     def namespace(self, name: str, *, deadline: Deadline) -> NamespaceInfo:
         """The KV namespace of this name; UsageError listing those there are."""
+        places = self.directory.read_all(deadline)
+        for place in places:
+            if place.record is not None and place.record.is_live and place.record.name == name:
+                return self._info(place.record, deadline)
+        # One that is lost bars none of the others.
         infos = self.namespaces(deadline=deadline)
-        for info in infos:
-            if info.name == name:
-                return info
         if not infos:
             raise UsageError(
                 f"volume {self.name}: namespace {name!r}: the volume has no KV namespace; create it first"
@@ -563,6 +569,35 @@ class Volume:
             found = read_superblock_copies(self.io, self.superblock, deadline)
             if found.newest is not None:
                 write_superblocks(self.io, found.newest, deadline, copies=found.damaged)
+        finally:
+            lock.release()
+
+    def read_extent_geometry(self, record_index: int, *, deadline: Deadline) -> Geometry:
+        """The geometry that stands in a KV namespace's extent, where opening takes the one behind its record."""
+        record = self.directory.read(record_index, deadline).record
+        assert record is not None
+        return read_extent_geometry(self.io, record, what=f"{self.name}#{record.name}", deadline=deadline)
+
+    def rewrite_geometry(self, name: str, *, only_damaged: bool = False, deadline: Deadline) -> None:
+        """Write a KV namespace's geometry where it is damaged or missing: in its extent, and behind its record."""
+        with self.namespace_held(name, deadline) as current:
+            what = f"{self.name}#{name}"
+            data = build_geometry(read_geometry(self.io, current, what=what, deadline=deadline))
+            try:
+                read_extent_geometry(self.io, current, what=what, deadline=deadline)
+            except (CorruptionError, CommandError):
+                block = data.ljust(UNIT_BYTES, b"\0")
+                self.io.flush(self.io.write(current.geometry_slba, block, deadline), deadline)
+            if not only_damaged:
+                self.write_both(replace(current, geometry_copy=data), deadline)
+
+    def free_lost_place(self, record_index: int, *, deadline: Deadline) -> None:
+        """Give up a KV namespace of whose record no copy is intact: its place and its extent are free then."""
+        lock = self._lock_volume(deadline)
+        try:
+            place = self.directory.read(record_index, deadline)
+            if place.record is None and place.problems:
+                self.write_both(free_record(self.uuid, record_index), deadline)
         finally:
             lock.release()
 

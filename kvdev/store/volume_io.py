@@ -186,6 +186,15 @@ class VolumeIo:
         blocks = np.bincount(self._member_of(piece_slba), weights=piece_blocks, minlength=self.member_count)
         return (blocks * self.block_size_bytes).astype(np.int64)
 
+    def where(self, slba: int) -> str:
+        """A block for people: its number, and the member's own where the members are known."""
+        if self._stripe is None or self.member_count == 1:
+            return f"LBA {slba}"
+        strip, within = divmod(slba, self._stripe.strip_blocks)
+        row, member = divmod(strip, self.member_count)
+        own = row * self._stripe.strip_blocks + within
+        return f"LBA {slba} (LBA {own} of {self._stripe.members[member].uri})"
+
     def transfer(
         self, opcode: int, slba: int, buffer: npt.NDArray[np.uint8], deadline: Deadline
     ) -> MemberMask:

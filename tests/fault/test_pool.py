@@ -41,7 +41,9 @@ from kvdev.pool.protocol import (
 from kvdev.pool.server import PoolServer
 from kvdev.session import Session, open_pool
 from kvdev.store import PageStatus, Volume
+from kvdev.store.recreate import recreate_volume
 from kvdev.testing.target import running_target
+from kvdev.uri import parse_volume_uri
 from tests.served import GEOMETRY, PAGE, QUOTA, ServerThread, keys_of, make_volume, pages_of, soon
 
 ENGINE = """
@@ -570,3 +572,32 @@ def test_answer_that_comes_too_late_closes_the_connection(served: ServerThread) 
     with pytest.raises(TimeoutError, match="stat: no answer in time"):
         channel.ask(MessageType.STAT, b"", Deadline.after(-1))
     assert not channel.is_alive
+
+
+def test_client_takes_up_the_namespace_of_a_volume_that_was_made_anew(volume: str, tmp_path: Path) -> None:
+    path = tmp_path / "pool.sock"
+    server = ServerThread(volume, path)
+    store = open_pool(str(path), "kv")
+    try:
+        assert store.put(keys_of([1, 2]), pages_of([1, 2])).stored_count == 2
+        before = store.uuid
+        server.close()
+        kept, lost = volume.removeprefix("vol:").split(",")[:2]
+        fresh = tmp_path / "fresh"
+        with fresh.open("wb") as file:
+            file.truncate(Path(lost.removeprefix("file:")).stat().st_size)
+        anew = volume.replace(lost, f"file:{fresh}")
+        with Session() as session:
+            members = session.open_members(parse_volume_uri(anew), deadline=soon())
+            recreate_volume(members, replaced=[f"file:{fresh}"], deadline=soon())
+        assert not store.contains(keys_of([1, 2])).any() and kept in anew
+        server = ServerThread(anew, path)
+        wait_for(lambda: store.is_attached)
+        assert store.uuid != before
+        out = np.zeros((2, PAGE), dtype=np.uint8)
+        assert store.get(keys_of([1, 2]), out).miss_count == 2
+        assert store.put(keys_of([1, 2]), pages_of([1, 2])).stored_count == 2
+        assert store.get(keys_of([1, 2]), out).hit_count == 2 and np.array_equal(out, pages_of([1, 2]))
+    finally:
+        store.close()
+        server.close()

@@ -151,8 +151,9 @@ def _serve(
     services: list[PoolService] = []
     try:
         volumes = _open_services(session, uris, services, takeover=takeover, timeout_s=timeout_s)
-        for service in services if scrub_bytes_per_s is not None else ():
-            service.start_scrub(scrub_bytes_per_s)
+        if scrub_bytes_per_s is not None:
+            for service in services:
+                service.start_scrub(scrub_bytes_per_s)
         host = {"host_nqn": session.host.host_nqn, "host_id": str(session.host.host_id)}
         server = PoolServer(path, services, volume_uris=volumes, host=host)
         try:

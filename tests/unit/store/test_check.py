@@ -41,13 +41,13 @@ def test_damage_when_checked_is_named_with_its_place(lab: Any) -> None:
     report = check_volume(lab.members)
     assert not report.is_ok
     (finding,) = report.namespaces[0].findings
-    assert f"slot {slot} at LBA {lba}: checksum: expected" in finding.what
+    assert f"slot {slot} at LBA {lba} (LBA " in finding.what and ": checksum: expected" in finding.what
     assert (report.namespaces[0].bad_pages, report.namespaces[0].good_pages) == (1, 19)
 
     strip, within = divmod(table_lba, 4)
     lab.members[strip % 3].data[(strip // 3 * 4 + within) * 4096 + 99] ^= 1
     report = check_volume(lab.members)
-    assert f"table block 0 at LBA {table_lba}: damaged" in report.namespaces[0].findings[0].what
+    assert f"table block 0 at LBA {table_lba} (LBA " in report.namespaces[0].findings[0].what
     assert report.namespaces[0].findings[0].lost_pages_max == 63
     assert report.namespaces[0].pages == 0
 
@@ -55,12 +55,12 @@ def test_damage_when_checked_is_named_with_its_place(lab: Any) -> None:
 def test_lost_superblock_copy_and_record_copy_when_checked_are_named(lab: Any) -> None:
     lab.members[1].data[4096 + 80] ^= 1
     report = check_volume(lab.members)
-    assert [finding.where for finding in report.findings] == ["superblock copy 1 at LBA 5"]
+    assert [finding.where for finding in report.findings] == ["superblock copy 1 at LBA 5 (LBA 1 of mem:m1)"]
     lba = lab.volume.directory.slba_of(0, 1)
     strip, within = divmod(lba, 4)
     lab.members[strip % 3].data[(strip // 3 * 4 + within) * 4096 + 80] ^= 1
     report = check_volume(lab.members)
-    assert f"record 0 copy 1 at LBA {lba}: checksum" in report.findings[1].what
+    assert f"record 0 copy 1 at LBA {lba} (LBA " in report.findings[1].what
 
 
 def test_volume_that_does_not_open_when_checked_says_why_and_what_each_member_is(lab: Any) -> None:

@@ -181,7 +181,7 @@ def test_lost_record_copy_when_the_journal_went_on_is_refused_not_believed(lab: 
 def test_both_record_copies_when_lost_are_named_and_block_new_namespaces(lab: Any) -> None:
     for copy in range(2):
         damage(lab, lab.volume.directory.slba_of(0, copy), 200)
-    with pytest.raises(CorruptionError, match=r"record 0 copy 0 at LBA \d+: checksum: .*run volume check"):
+    with pytest.raises(CorruptionError, match=r"record 0 copy 0 at LBA \d+ .*: checksum: .*check --repair"):
         lab.volume.namespaces(deadline=soon())
     with pytest.raises(CorruptionError):
         lab.volume.create_namespace("b", lab.geometry, quota_pages=1, deadline=soon())
@@ -211,7 +211,9 @@ def test_geometry_on_media_when_damaged_everywhere_is_refused(lab: Any) -> None:
     for copy in range(2):
         assert lab.volume.namespace("kv", deadline=soon()).geometry == lab.geometry
         damage(lab, lab.volume.directory.slba_of(record.record_index, copy), 512 + 20)
-    with pytest.raises(CorruptionError, match=r"v#kv: geometry at LBA \d+: checksum: expected 0x"):
+    with pytest.raises(
+        CorruptionError, match=r"v#kv: geometry at LBA \d+ \(LBA \d+ of mem:m\d\): checksum: exp"
+    ):
         lab.volume.open_namespace("kv", deadline=soon())
 
 

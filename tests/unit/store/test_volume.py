@@ -196,7 +196,9 @@ def test_one_superblock_copy_when_lost_is_replaced_by_the_other(lost: int) -> No
     members[lost].data[4096 + 70] ^= 1
     assert Volume.open(members, deadline=soon()).uuid == volume.uuid
     members[1 - lost].data[4096 + 70] ^= 1
-    with pytest.raises(CorruptionError, match=r"superblock copy 0 at LBA 1: checksum.*--destroy"):
+    with pytest.raises(
+        CorruptionError, match=r"superblock copy 0 at LBA 1 \(LBA 1 of mem:d0\): checksum.*--destroy"
+    ):
         Volume.open(members, deadline=soon())
 
 
