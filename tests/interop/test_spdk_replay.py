@@ -112,7 +112,9 @@ def running_site(folder: Path, *, is_lasting: bool) -> Iterator[Site]:
         (folder / f"{name}.img").touch()
         # The lvol's store has metadata of its own, the raid is as large as the lvol.
         os.truncate(folder / f"{name}.img", 2 * FILE_MIB * MIB if name in ("u2", "u3") else FILE_MIB * MIB)
-    target, host = Spdk(folder, "target", core=0), Spdk(folder, "host", core=1)
+    # Malloc bdevs come out of SPDK's own memory, and its pools take most of a gibibyte.
+    target = Spdk(folder, "target", core=0, memory_mib=1024 if is_lasting else 2048)
+    host = Spdk(folder, "host", core=1)
     site = Site(folder / "site.yaml", target, host, free_port())
     site.file.write_text(site_text(target, host, site.port, is_lasting=is_lasting))
     try:
