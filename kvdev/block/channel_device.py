@@ -43,5 +43,12 @@ class ChannelDevice(BlockDevice):
         """As the device does it; the poller stands aside until it has ended."""
         return self._device.compare_and_write(slba, expected, new, deadline)
 
+    @property
+    def cache_loss_count(self) -> int:
+        return self._device.cache_loss_count
+
+    def note_writes(self, sent_ns: int) -> None:
+        self._device.note_writes(sent_ns)
+
     def close(self) -> None:
         """Nothing to do: the device is its opener's."""

@@ -172,6 +172,18 @@ class BlockDevice(ABC):
     def size_bytes(self) -> int:
         return self.block_size_bytes * self.block_count
 
+    @property
+    def cache_loss_count(self) -> int:
+        """How often completed writes may have been lost with a cache since the device was opened."""
+        return 0
+
+    def note_writes(self, sent_ns: int) -> None:
+        """Another process of this host completed writes here, the first of them sent at this monotonic time.
+
+        A flush vouches for them as for this process's own: it fails when the cache that took them may be gone.
+        """
+        del sent_ns
+
     def compare_and_write(
         self, slba: int, expected: bytes | bytearray, new: bytes | bytearray, deadline: Deadline
     ) -> bool:

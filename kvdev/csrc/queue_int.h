@@ -102,6 +102,7 @@ struct device {
     uint8_t is_recovering;
     uint8_t is_failed;            /* no usable controller for longer than fail_after_ns */
     uint8_t has_lost_writes;      /* completed, not flushed, and nobody vouches for them: the next flush says so */
+    uint32_t lost_count;          /* how often that came about: for those whose flush is not the next one */
     int error;                    /* what commands complete with, 0 in good times */
     uint16_t generation;
     uint16_t active_count;

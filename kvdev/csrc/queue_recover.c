@@ -290,6 +290,7 @@ void queue_dirty_hand_over(const struct kvdev_queue *q, struct device *device, s
     }
     if (!heir) {
         device->has_lost_writes = 1;
+        device->lost_count++;
     } else {
         if (!heir->dirty_ns || lost->dirty_ns < heir->dirty_ns)
             heir->dirty_ns = lost->dirty_ns;
@@ -357,4 +358,39 @@ int queue_cache_note(struct kvdev_queue *q, const struct path *path, uint32_t in
             leg->written_ns = now;
     }
     return 1;
+}
+
+/* Another process's writes, which a flush of ours has to vouch for: the controller that does was there before them. */
+static void writes_note(const struct kvdev_queue *q, struct device *device, uint64_t sent_ns)
+{
+    for (uint32_t i = 0; i < device->leg_count; i++) {
+        struct leg *leg = &device->legs[i];
+        if (!is_leg_usable(q, leg) || q->controllers[leg->controller].made_ns >= sent_ns)
+            continue;
+        if (!leg->dirty_ns || sent_ns < leg->dirty_ns)
+            leg->dirty_ns = sent_ns;
+        leg->written_ns = now_ns();
+        return;
+    }
+    device->has_lost_writes = 1;
+    device->lost_count++;
+}
+
+int kvdev_queue_writes_note(struct kvdev_queue *q, uint32_t device_index, uint64_t sent_ns)
+{
+    queue_intrude(q);
+    struct device *device = device_index < KVDEV_QUEUE_DEVICES_MAX ? &q->devices[device_index] : NULL;
+    int error = device && device->ops ? 0 : -EINVAL;
+    if (!error && device->recovery.has_volatile_cache && device->leg_count)
+        writes_note(q, device, sent_ns);
+    queue_retire(q);
+    return error;
+}
+
+uint32_t kvdev_queue_lost_count(struct kvdev_queue *q, uint32_t device_index)
+{
+    queue_intrude(q);
+    uint32_t count = device_index < KVDEV_QUEUE_DEVICES_MAX ? q->devices[device_index].lost_count : 0;
+    queue_retire(q);
+    return count;
 }

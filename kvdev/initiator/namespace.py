@@ -328,6 +328,7 @@ class NvmeNamespace(BlockDevice):
         self.compare_and_write_blocks = info.compare_and_write_blocks
         self.reservations = NamespaceReservations(self)
         self.queue: HostQueue = queue
+        self._own_queue = queue  # also while a drill stands before it
         self.device_index = queue.add_multipath(
             nsid=info.nsid,
             block_size_bytes=info.block_size_bytes,
@@ -380,6 +381,13 @@ class NvmeNamespace(BlockDevice):
     @property
     def nsid(self) -> int:
         return self.info.nsid
+
+    @property
+    def cache_loss_count(self) -> int:
+        return self._own_queue.lost_count(self.device_index)
+
+    def note_writes(self, sent_ns: int) -> None:
+        self._own_queue.note_writes(self.device_index, sent_ns)
 
     def flush(self, deadline: Deadline) -> None:
         """Make completed writes durable; nothing to do where the controller has no volatile write cache."""

@@ -961,6 +961,15 @@ class HostQueue:
         raw = self._check_usable("set_path")
         self._check(lib.kvdev_queue_path_set(raw, device_index, controller_index, int(state)), "set_path")
 
+    def note_writes(self, device_index: int, sent_ns: int) -> None:
+        """Another process of this host completed writes on the device, the first sent then; flushes cover them too."""
+        raw = self._check_usable("note_writes")
+        self._check(lib.kvdev_queue_writes_note(raw, device_index, sent_ns), "note_writes")
+
+    def lost_count(self, device_index: int) -> int:
+        """How often completed writes may have been lost with a controller's cache; 0 once the queue is closed."""
+        return 0 if self._raw is None else int(lib.kvdev_queue_lost_count(self._raw, device_index))
+
     def resize_device(self, device_index: int, block_count: int) -> None:
         """The namespace has grown or shrunk; what lies beyond its end is refused from now on."""
         raw = self._check_usable("resize_device")

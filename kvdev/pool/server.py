@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdev.clock import Deadline
-from kvdev.errors import KvdevError, LeaseLostError, UsageError
+from kvdev.errors import KvdevError, LeaseLostError, UncertainWriteError, UsageError
+from kvdev.native.io import EUNCERTAIN
 from kvdev.pool.protocol import (
     BODY_SIZE_BYTES_MAX,
     HEADER_SIZE_BYTES,
@@ -63,6 +64,8 @@ class Connection:
         self.header: Header | None = None
         self.granted = Granted()
         self.service: PoolService | None = None
+        self.failures_known: int | None = None
+        """Commits of the namespace that had failed before this client's first one that no flush has told it of."""
 
 
 class PoolServer:
@@ -114,6 +117,7 @@ class PoolServer:
                 service.settle_orphans(deadline=deadline)
                 service.namespace.keep()
                 service.namespace.flush(deadline=deadline)
+                self._note_durable(service)
             except LeaseLostError:
                 raise
             except KvdevError as error:
@@ -236,6 +240,8 @@ class PoolServer:
             )
             return grants.tobytes()
         if kind == MessageType.COMMIT:
+            if connection.failures_known is None:
+                connection.failures_known = namespace.failed_commit_count
             return service.commit(connection.granted, parse_commit(body), deadline=deadline).tobytes()
         if kind == MessageType.FLUSH:
             self._flushes.append((connection, header.request_id))
@@ -295,11 +301,26 @@ class PoolServer:
                 raise
             except KvdevError as error:
                 kind, answer = MessageType.ERROR, build_error(error)
+            if kind == MessageType.FLUSH:
+                self._note_durable(service)
             for connection, request_id in mine:
+                told = (kind, answer)
+                if kind == MessageType.FLUSH and connection.failures_known is not None:
+                    told = (MessageType.ERROR, build_error(_withdrawn_error(service)))
+                connection.failures_known = None
                 try:
-                    self._send(connection, build_message(kind, request_id, answer))
+                    self._send(connection, build_message(told[0], request_id, told[1]))
                 except (OSError, MessageError):
                     self._drop(connection)
+
+    def _note_durable(self, service: PoolService) -> None:
+        """A flush succeeded: everything is durable but what one before it, whoever asked for it, has withdrawn."""
+        for connection in self._connections.values():
+            if (
+                connection.service is service
+                and connection.failures_known == service.namespace.failed_commit_count
+            ):
+                connection.failures_known = None
 
     # --- end ---------------------------------------------------------------------------------
 
@@ -312,6 +333,15 @@ class PoolServer:
         with contextlib.suppress(OSError):
             if Path(self.path).stat().st_ino == self._inode:  # not one that another pool has made meanwhile
                 Path(self.path).unlink()
+
+
+def _withdrawn_error(service: PoolService) -> UncertainWriteError:
+    what = service.namespace.what
+    return UncertainWriteError(
+        f"{what}: flush: a flush before this one failed: pages put since the last success were withdrawn",
+        errno=EUNCERTAIN,
+        trid=what,
+    )
 
 
 def _listen(path: str) -> socket.socket:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvdev.clock import Deadline
 from kvdev.errors import UsageError
 from kvdev.keys import KeyArray
-from kvdev.native.index import GrantArray
+from kvdev.native.index import OUTCOME_WRITTEN, GrantArray
 from kvdev.native.view import PageView, hint_count
 from kvdev.pool.memory import SharedMemory
 from kvdev.pool.protocol import Commit
@@ -116,6 +116,9 @@ class PoolService:
                 f"{self.namespace.what}: commit: expected {len(self.namespace.no_members())} members, "
                 f"got {len(commit.members)}"
             )
+        if (commit.outcome == OUTCOME_WRITTEN).any():
+            # The client's writes went through its own connections: our flush has to know of them.
+            self.volume.io.note_writes(commit.members, commit.sent_ns)
         try:
             stored = self.namespace.commit(
                 commit.keys,

@@ -57,7 +57,7 @@ from kvdev.store.quarantine import Quarantine
 from kvdev.store.record_keeper import RecordKeeper
 from kvdev.store.superblock import EVICTION_POLICIES, FLAG_CLEAN, Record, policy_name
 from kvdev.store.table_io import TableIo
-from kvdev.store.volume_io import MemberMask, VolumeIo
+from kvdev.store.volume_io import LossWatch, MemberMask, VolumeIo
 
 Mode = Literal["owner", "reader", "follower"]
 """A reader has the table as it was when it opened, with everything in the journal; a follower acts on durable records
@@ -136,6 +136,7 @@ class KvNamespace:
         self._age_clock = 0
         self.withdrawn_count = 0
         self.commit_count = 0
+        self.failed_commit_count = 0
         self.checkpoint_count = 0
         self.epoch = 0
         self.reload_count = 0
@@ -147,6 +148,7 @@ class KvNamespace:
         # Whoever wrote before us may have left completed writes in caches: what we read becomes durable
         # before the first record that builds on it.
         self._dirty_data: MemberMask = io.all_members()
+        self._losses = LossWatch(io)
         if mode == "owner" and not self._is_fence_ahead():
             self.settle(deadline=deadline)
 
@@ -693,7 +695,10 @@ class KvNamespace:
         deadline = self.bounded(deadline)
         try:
             self._io.flush(self._dirty_data, deadline)
+            self._losses.check()
         except KvdevError as error:
+            self._losses.reset()
+            self.failed_commit_count += 1
             self.withdrawn_count += self._index.drop_pending()
             self.note_failure(error)
             raise
@@ -710,8 +715,11 @@ class KvNamespace:
             else:
                 members = self._journal.append(records, epoch=self.epoch, deadline=deadline)
                 self._io.flush(members, deadline)
+                self._losses.check()
                 self._journal.confirm()
         except KvdevError as error:
+            self._losses.reset()
+            self.failed_commit_count += 1
             self.withdrawn_count += self._index.fail(records)
             self.note_failure(error)
             raise

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvdev.block.device import BlockDevice, aligned_buffer, error_of, flush, run_grouped
 from kvdev.block.stripe import StripeDevice, split_extents
 from kvdev.clock import SYSTEM_CLOCK, Deadline
-from kvdev.errors import KvdevError
+from kvdev.errors import KvdevError, UncertainWriteError
 from kvdev.native.extent import ExtentMap
 from kvdev.native.io import (
     EUNCERTAIN,
@@ -249,6 +249,21 @@ class VolumeIo:
         fence_ns = max(device.fence_ns for device in devices)
         return since_ns <= fence_ns <= SYSTEM_CLOCK.monotonic_ns()
 
+    @property
+    def _flushed_devices(self) -> list[BlockDevice]:
+        return [self.device] if self._stripe is None else list(self._stripe.members)
+
+    def cache_loss_counts(self) -> npt.NDArray[np.int64]:
+        """Per member, how often completed writes may have been lost with a cache."""
+        return np.array([device.cache_loss_count for device in self._flushed_devices], dtype=np.int64)
+
+    def note_writes(self, members: MemberMask, sent_ns: int) -> None:
+        """Another process of this host completed writes on these members, the first sent then."""
+        sent_ns = min(sent_ns, SYSTEM_CLOCK.monotonic_ns())
+        for device, is_written in zip(self._flushed_devices, members.tolist(), strict=True):
+            if is_written:
+                device.note_writes(sent_ns)
+
     def flush(self, members: MemberMask, deadline: Deadline) -> None:
         """Flush these members; every one is tried, the first failure raises."""
         if not members.any():
@@ -257,3 +272,28 @@ class VolumeIo:
             flush(self.device, deadline)
         else:
             self._stripe.flush_members(np.flatnonzero(members).tolist(), deadline)
+
+
+class LossWatch:
+    """Whether a cache was lost with completed writes since this user of a volume last looked.
+
+    A device tells of a loss by the first flush after it, which may be another KV namespace's, or a lease's.
+    """
+
+    def __init__(self, io: VolumeIo) -> None:
+        self._io = io
+        self.reset()
+
+    def reset(self) -> None:
+        """What was lost up to now is dealt with."""
+        self._counts = self._io.cache_loss_counts()
+
+    def check(self) -> None:
+        """After a flush that succeeded; UncertainWriteError when it does not vouch for everything before it."""
+        if (self._io.cache_loss_counts() != self._counts).any():
+            raise UncertainWriteError(
+                f"{self._io.device.uri}: flush: a controller went away with its cache: writes completed since the last "
+                f"flush may be lost",
+                errno=EUNCERTAIN,
+                trid=self._io.device.uri,
+            )

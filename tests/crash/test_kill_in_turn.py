@@ -1,6 +1,7 @@
 """kill -9 of client, pool process and target in turn while a trace is replayed: what is restored is what was put.
 
-Six kills here; ``KVDEV_LONG=1`` makes it 500. ``KVDEV_SEED`` replays the trace and the places of the kills, by the
+Six kills here, of a target with a volatile cache; ``KVDEV_LONG=1`` makes it 250 with and 250
+without. ``KVDEV_SEED`` replays the trace and the places of the kills, by the
 number of requests between them.
 """
 
@@ -24,7 +25,8 @@ from kvdev_tools.main import run
 from tests import pool_client
 from tests.fault.test_pool import kill, pool_process
 
-KILL_COUNT = 500 if os.environ.get("KVDEV_LONG") else 6
+IS_LONG = bool(os.environ.get("KVDEV_LONG"))
+KILL_COUNT = 250 if IS_LONG else 6
 VICTIMS = ("client", "pool", "target")
 SHAPE = ["--layers", "1", "--kv-heads", "1", "--head-size", "4"]
 QUOTA_PAGES = 400
@@ -97,12 +99,22 @@ class Drill:
             self.pool.wait(60)
 
 
+@pytest.mark.parametrize("is_volatile", [True, False] if IS_LONG else [True])
 def test_replay_when_client_pool_and_target_are_killed_in_turn_then_no_page_is_wrong(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_volatile: bool,
+    tmp_path: Path,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     rng = np.random.default_rng(seed)
-    with KillableTarget(tmp_path, namespace_count=2, namespace_size_bytes=64 << 20) as target:
+    with KillableTarget(
+        tmp_path,
+        namespace_count=2,
+        namespace_size_bytes=64 << 20,
+        volatile_seed=seed if is_volatile else None,
+    ) as target:
         volume = f"vol+{target.uri()}"
         assert run(["volume", "create", volume, "--name", "drill", *HOST]) == 0
         quota = ["--quota-pages", str(QUOTA_PAGES)]

@@ -42,6 +42,7 @@ from kvdev.pool.server import PoolServer
 from kvdev.session import Session, open_pool
 from kvdev.store import PageStatus, Volume
 from kvdev.store.recreate import recreate_volume
+from kvdev.testing.killable import KillableTarget
 from kvdev.testing.target import running_target
 from kvdev.uri import parse_volume_uri
 from tests.served import GEOMETRY, PAGE, QUOTA, ServerThread, keys_of, make_volume, pages_of, soon
@@ -100,10 +101,12 @@ def served(volume: str, tmp_path: Path) -> Iterator[ServerThread]:
     server.close()
 
 
-def pool_process(volume: str, path: Path, *options: str) -> subprocess.Popen[bytes]:
+def pool_process(volume: str, path: Path, *options: str, also: str | None = None) -> subprocess.Popen[bytes]:
+    """``also`` is the URI of a further KV namespace to serve."""
     ready = path.with_suffix(".ready")
     ready.unlink(missing_ok=True)
-    arguments = ["pool", "serve", f"{volume}#kv", "--socket", str(path), "--ready-file", str(ready), *options]
+    names = [f"{volume}#kv", *([] if also is None else [also])]
+    arguments = ["pool", "serve", *names, "--socket", str(path), "--ready-file", str(ready), *options]
     child = subprocess.Popen([sys.executable, "-m", "kvdev_tools.main", *arguments])
     wait_for(lambda: ready.exists() or child.poll() is not None)
     assert child.poll() is None, "the pool process did not start"
@@ -563,6 +566,42 @@ def test_workers_write_as_the_pool_and_are_kept_out_with_it(tmp_path: Path) -> N
             assert store.get(keys_of([1]), out).hit_count == 1
             assert store.put(keys_of([2]), pages_of([2])).stored_count == 1
             store.close()
+        finally:
+            kill(server)
+
+
+def test_pages_that_a_target_took_with_it_are_not_vouched_for(tmp_path: Path, seed: int) -> None:
+    """A client's writes go through its own connection: the pool's flush must not succeed over the loss of them."""
+    path = tmp_path / "pool.sock"
+    with KillableTarget(tmp_path, volatile_seed=seed) as target:
+        uri = f"vol+{target.uri()}"
+        with Session() as session:
+            made = Volume.create([session.open_device(f"{target.uri()}?nsid=1")], name="v", deadline=soon())
+            for name in ("kv", "rank1"):
+                made.create_namespace(name, GEOMETRY, quota_pages=QUOTA, deadline=soon())
+        server = pool_process(uri, path, also=f"{uri}#rank1")
+        try:
+            stores = [open_pool(str(path), name) for name in ("kv", "rank1")]
+            numbers = list(range(16))
+            for store in stores:
+                assert store.put(keys_of(numbers), pages_of(numbers)).stored_count == 16
+            target.kill()
+            target.start()
+            for store in stores:  # the first flush tells of the loss, and must not be the only one that does
+                with pytest.raises(TransportError):
+                    store.flush()
+                assert not store.contains(keys_of(numbers)).any()
+            for store in stores:
+                assert store.put(keys_of(numbers), pages_of(numbers)).stored_count == 16
+                store.flush()
+            target.kill()
+            target.start()
+            out = np.zeros((16, PAGE), dtype=np.uint8)
+            for store in stores:
+                store.flush()
+                assert store.get(keys_of(numbers), out).hit_count == 16
+                assert np.array_equal(out, pages_of(numbers))
+                store.close()
         finally:
             kill(server)
 
