@@ -24,7 +24,9 @@ MEMORY_MIB = 2560
 OTHER_BUILD = "built with other modules or transports than the recorded one"
 OTHER_RUN = "of that run alone: a port, a name made up anew"
 DIFFERENCES: tuple[Difference, ...] = (
-    Difference(r"01_.*|r.*", r"fields\.commit:(missing|extra)", "built from a git tree, which it names, or not"),
+    Difference(
+        r"01_.*|r.*", r"fields\.commit:(missing|extra)", "built from a git tree, which it names, or not"
+    ),
     Difference(r"02.*|r07.*|r20.*", r"\[\]:(missing|extra)", OTHER_BUILD),
     Difference(r"03_.*|r08.*", r"reactors\[\]\.lw_threads\[\](:missing|:extra|\.id|\.name)", OTHER_BUILD),
     Difference(r"03b.*", r"threads\[\]:missing", OTHER_BUILD),
