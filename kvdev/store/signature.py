@@ -1,7 +1,7 @@
 """What is on a device already, and who uses it: nothing is overwritten unseen.
 
 Not here: the decision to overwrite (``volume``).
-Trust: reads untrusted bytes and interprets none beyond recognising them.
+Trust: reads untrusted bytes and interprets none beyond recognising them, and the name in an intact label of ours.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 from kvdev.block.device import BlockDevice, flush, read_blocks, write_blocks
 from kvdev.block.file import FileDevice
 from kvdev.clock import Deadline
+from kvdev.errors import CorruptionError
+from kvdev.store.label import LABEL_BYTES, parse_label
 from kvdev.store.media import MAGIC_LABEL, MAGIC_SUPERBLOCK
 from kvdev.units import KIB, MIB
 
@@ -115,10 +117,17 @@ def _read_window(device: BlockDevice, offset: int, deadline: Deadline) -> bytes:
 def _start_signatures(start: bytes) -> Iterator[Signature]:
     for what, offset, pattern in _FROM_START:
         if start[offset : offset + len(pattern)] == pattern:
-            yield Signature(what, offset)
+            yield Signature(what + _volume_named(start) if pattern == MAGIC_LABEL else what, offset)
     for offset in _LVM_SECTORS:
         if start[offset : offset + 8] == b"LABELONE" and start[offset + 24 : offset + 32] == b"LVM2 001":
             yield Signature("LVM physical volume", offset)
+
+
+def _volume_named(start: bytes) -> str:
+    try:
+        return f" of volume {parse_label(start[:LABEL_BYTES], what='label').volume_name!r}"
+    except CorruptionError:
+        return ""
 
 
 def _mbr_signatures(start: bytes) -> Iterator[Signature]:

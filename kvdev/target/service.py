@@ -79,9 +79,11 @@ from kvdev.wire.layout import WireError
 from kvdev.wire.log import (
     SECTYPE_TLS13,
     TREQ_AUTHENTICATION,
+    TREQ_SQ_FLOW_CONTROL_OPTIONAL,
     AddressFamily,
     DiscoveryEntry,
     ReservationNotice,
+    SecureChannel,
     build_discovery_log,
 )
 from kvdev.wire.nvme import CNTLID_DYNAMIC, FabricsStatus, Sqe, Status
@@ -767,8 +769,9 @@ class TargetService:
                 entries.append(
                     DiscoveryEntry(
                         adrfam=AddressFamily.IPV6 if ":" in address else AddressFamily.IPV4,
-                        # Secure channel required (1) or not (2), SQ flow control may be disabled.
-                        treq=(1 if is_secure else 2) | 1 << 2 | (TREQ_AUTHENTICATION if has_key else 0),
+                        treq=(SecureChannel.REQUIRED if is_secure else SecureChannel.NOT_REQUIRED)
+                        | TREQ_SQ_FLOW_CONTROL_OPTIONAL
+                        | (TREQ_AUTHENTICATION if has_key else 0),
                         tsas=bytes((SECTYPE_TLS13 if is_secure else 0,)).ljust(256, b"\0"),
                         portid=ports.get(where, 0),
                         asqsz=self._transport.max_aq_depth,

@@ -322,8 +322,18 @@ class SubsystemType(enum.IntEnum):
 
 SECTYPE_TLS13 = 2
 """First byte of TSAS on TCP."""
+TREQ_SQ_FLOW_CONTROL_OPTIONAL = 1 << 2
+"""Hosts may connect without SQ flow control. With TSC 10b TREQ is 6, for which nvme-cli has no word."""
 TREQ_AUTHENTICATION = 1 << 4
 """TASC 01b: hosts must authenticate, without a secure channel made of it (Base 2.1, figure 295)."""
+
+
+class SecureChannel(enum.IntEnum):
+    """TREQ bits 1:0, TSC."""
+
+    NOT_SPECIFIED = 0
+    REQUIRED = 1
+    NOT_REQUIRED = 2
 
 
 @dataclass(frozen=True)
@@ -349,6 +359,16 @@ class DiscoveryEntry(WireStruct):
     def sectype(self) -> int:
         """TCP: 0 no security, 1 TLS 1.2, 2 TLS 1.3 and later."""
         return self.tsas[0]
+
+    @property
+    def tsc(self) -> int:
+        """TREQ bits 1:0: a ``SecureChannel``, or 3, which is reserved."""
+        return self.treq & 3
+
+    @property
+    def tasc(self) -> int:
+        """TREQ bits 5:4: 0 no authentication, 1 required, 2 required with a secure channel made of it."""
+        return self.treq >> 4 & 3
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _SUBTYPES = {1: "referral", 2: "nvm", 3: "discovery"}
 _TRANSPORTS = {1: "rdma", 2: "fc", 3: "tcp", 254: "loop"}
 _FAMILIES = {1: "ipv4", 2: "ipv6", 3: "ib", 4: "fc"}
+_SECURE_CHANNELS = {0: "not specified", 1: "required", 2: "not required"}
+_SECURITY_TYPES = {0: "none", 1: "tls 1.2", 2: "tls 1.3"}
+_AUTHENTICATIONS = {0: "not required", 1: "required", 2: "required, and a secure channel of it"}
 
 
 @click.command()
@@ -42,8 +45,17 @@ def discover(
     def text() -> list[str]:
         if not found:
             return ["no subsystem is offered to this host"]
-        columns = ("uri", "subtype", "transport", "family")
-        return table([[entry[name] for name in columns] for entry in found], header=columns)
+        columns = (
+            "uri",
+            "subtype",
+            "transport",
+            "family",
+            "secure_channel",
+            "security_type",
+            "authentication",
+        )
+        rows = [["-" if entry[name] is None else entry[name] for name in columns] for entry in found]
+        return table(rows, header=[name.replace("_", " ") for name in columns])
 
     emit({"entries": found}, as_json=as_json, text=text)
 
@@ -61,6 +73,12 @@ def _entry(entry: DiscoveryEntry) -> dict[str, Any]:
         "trsvcid": entry.trsvcid,
         "port_id": entry.portid,
         "cntlid": entry.cntlid,
+        "secure_channel": _SECURE_CHANNELS.get(entry.tsc, str(entry.tsc)),
+        # TSAS means this on TCP only.
+        "security_type": _SECURITY_TYPES.get(entry.sectype, str(entry.sectype))
+        if transport == "tcp"
+        else None,
+        "authentication": _AUTHENTICATIONS.get(entry.tasc, str(entry.tasc)),
     }
 
 
@@ -135,16 +153,37 @@ def _namespace(info: NamespaceInfo) -> dict[str, Any]:
 
 
 def _identify_text(found: dict[str, Any]) -> list[str]:
-    lines = fields((name, value) for name, value in found.items() if name != "namespaces")
+    limit = found["max_transfer_bytes"]
+    kato_ms = found["keep_alive_timeout_ms"]
+    lines = fields(
+        [
+            ("subsystem", found["subnqn"]),
+            ("address", found["address"]),
+            ("controller", f"{found['cntlid']}, NVMe {found['version']}"),
+            ("model", f"{found['model_number']}, firmware {found['firmware_revision']}"),
+            ("serial number", found["serial_number"]),
+            ("largest transfer", f"{format_size(limit)} a command" if limit else "no limit"),
+            ("in capsule", f"up to {format_size(found['in_capsule_bytes'])}"),
+            ("I/O queue", f"{found['queue_size']} entries"),
+            ("keep alive", f"within {kato_ms / 1000:g} s" if kato_ms else "none"),
+            (
+                "volatile cache",
+                "yes: writes need a flush to be durable" if found["has_volatile_cache"] else "none",
+            ),
+        ]
+    )
     rows = [
         (
             each["nsid"],
             format_size(each["size_bytes"]),
-            each["block_size_bytes"],
-            each["nguid"] or each["uuid"] or each["eui64"] or "-",
+            format_size(each["block_size_bytes"]),
+            each["metadata_size_bytes"] or "-",
+            format_size(each["atomic_write_blocks"] * each["block_size_bytes"]),
+            "read only" if each["is_write_protected"] else "read, write",
+            next((f"{name} {each[name]}" for name in ("nguid", "uuid", "eui64") if each[name]), "-"),
             each["problem"] or "usable",
         )
         for each in found["namespaces"]
     ]
-    header = ("nsid", "size", "block bytes", "identifier", "state")
+    header = ("nsid", "size", "block", "metadata", "atomic write", "access", "identifier", "state")
     return [*lines, "", *(table(rows, header=header) if rows else ["no active namespace"])]

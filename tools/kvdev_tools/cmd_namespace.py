@@ -142,12 +142,15 @@ def list_(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float,
                 info["geometry"]["model_id"],
                 format_size(info["page_size_bytes"]),
                 info["quota_pages"],
+                format_size(info["quota_pages"] * info["page_size_bytes"]),
                 format_size(info["extent_bytes"]),
+                _eviction(info),
                 _state(info),
             )
             for info in infos
         ]
-        return table(rows, header=("name", "model", "page", "quota pages", "extent", "state"))
+        header = ("name", "model", "page", "quota pages", "quota", "extent", "eviction", "state")
+        return table(rows, header=header)
 
     emit({"namespaces": infos}, as_json=as_json, text=text)
 
@@ -438,7 +441,47 @@ def _describe(info: NamespaceInfo) -> dict[str, Any]:
     }
 
 
+def _eviction(found: dict[str, Any]) -> str:
+    return f"{found['eviction_policy']}" + (f", after {found['ttl_s']} s" if found["ttl_s"] else "")
+
+
 def _text(found: dict[str, Any]) -> list[str]:
-    plain = [(name, value) for name, value in found.items() if name != "geometry" and value is not None]
-    plain.append(("state", _state(found)))
-    return fields([*plain, *((f"geometry {name}", value) for name, value in found["geometry"].items())])
+    page = found["page_size_bytes"]
+    geometry = found["geometry"]
+    revision = f", revision {geometry['revision']}" if geometry["revision"] else ""
+    lines = [
+        ("KV namespace", found["name"]),
+        ("uuid", found["uuid"]),
+        ("state", _state(found)),
+        ("epoch", found["epoch"]),
+    ]
+    if found["owner_pid"] is not None:
+        host_id = f", HOSTID {found['owner_host_id']}" if found["owner_host_id"] else ""
+        lines.append(("owner", f"{_holder(found)}, lease {found['owner_lease_ms'] / 1000:g} s{host_id}"))
+    if "pages" in found:
+        lines.append(("stored", f"{found['pages']} pages, {format_size(found['stored_bytes'])}"))
+    lines += [
+        ("quota", f"{found['quota_pages']} pages, {format_size(found['quota_pages'] * page)}"),
+        ("extent", f"{format_size(found['extent_bytes'])}, {found['slot_count']} slots"),
+    ]
+    if "journal_block_count" in found:
+        used = f"{found['journal_used_blocks']} of {found['journal_block_count']} blocks"
+        lines.append(("journal", used))
+    lines += [
+        ("eviction", _eviction(found)),
+        ("model", f"{geometry['model_id']}{revision}"),
+        ("page", f"{format_size(page)}, {geometry['tokens_per_page']} tokens"),
+        ("layers", _range(geometry["layer_first"], geometry["layer_count"])),
+        (
+            "KV heads",
+            f"{_range(geometry['kv_head_first'], geometry['kv_head_count'])} of {geometry['kv_head_total']}",
+        ),
+        ("head size", f"{geometry['head_size']}, {geometry['dtype']}, {geometry['attention']}"),
+        ("fingerprint", f"{found['fingerprint']}, order of bytes {geometry['canonical_order']}"),
+    ]
+    return fields(lines)
+
+
+def _range(first: int, count: int) -> str:
+    """``32 (0 to 31)``."""
+    return f"{count} ({first} to {first + count - 1})"

@@ -375,12 +375,16 @@ def _confirm(deployment: Deployment, whole: WholePlan, yes: str | None, color: s
     from kvdev.errors import UsageError
     from kvdev_tools.provision.render import Painter, plan_lines
 
+    volumes = ", ".join(f"volume {name}" for name in deployment.volumes)
     if yes is None and sys.stdin.isatty():
         for line in plan_lines(whole, Painter(sys.stderr, when=color), shows_rpcs=False):
             click.echo(line, err=True)
-        yes = click.prompt(f"Type {deployment.name} to destroy it", err=True, default="", show_default=False)
+        question = f"Type {deployment.name} to destroy it{f', with {volumes}' if volumes else ''}"
+        yes = click.prompt(question, err=True, default="", show_default=False)
     if yes != deployment.name:
-        raise UsageError(f"yes: expected the name {deployment.name!r}, got {yes!r}; nothing was changed")
+        got = "no --yes" if yes is None else repr(yes)
+        goes = f" ({volumes} would go with it)" if volumes else ""
+        raise UsageError(f"yes: expected the name {deployment.name!r}, got {got}{goes}; nothing was changed")
 
 
 def _named_rpcs(given: tuple[str, ...], option: str) -> dict[str, str]:

@@ -275,7 +275,7 @@ def test_refused_create_when_one_member_is_taken_writes_to_none() -> None:
     assert all(np.array_equal(member.data, old) for member, old in zip(members, before, strict=True))
     create(members, destroy=frozenset({"mem:d2"}))
     assert not members[2].data[0x438:0x43A].any()
-    with pytest.raises(UsageError, match=r"mem:d0: holds a kvdev volume label at byte 0"):
+    with pytest.raises(UsageError, match=r"mem:d0: holds a kvdev volume label of volume 'v' at byte 0"):
         create(members, name="w")
 
 

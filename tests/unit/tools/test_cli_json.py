@@ -223,9 +223,53 @@ def test_discover_and_identify_have_the_documented_keys(
     assert keys_of(controller) == documented("identify")
     assert [each["nsid"] for each in controller["namespaces"]] == [1, 2]
     assert [each["nsid"] for each in call(capsys, "identify", f"{uri}?nsid=2", *HOST)["namespaces"]] == [2]
-    for arguments in (["discover", address], ["identify", uri]):
-        assert run([*arguments, *HOST]) == 0
-        assert uri in (out := capsys.readouterr().out) or "serial_number" in out
+    (entry,) = (entry for entry in found["entries"] if entry["uri"] == uri)
+    assert [entry[name] for name in ("secure_channel", "security_type", "authentication")] == [
+        "not required",
+        "none",
+        "not required",
+    ]
+
+
+def test_discover_and_identify_print_tables_for_people(
+    rig: tuple[Rig, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, uri = rig
+    assert run(["discover", uri.split("/")[2], *HOST]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert re.split(r"  +", header)[-3:] == ["secure channel", "security type", "authentication"]
+    (row,) = (row for row in rows if row.startswith(uri))
+    assert re.split(r"  +", row)[1:] == ["nvm", "tcp", "ipv4", "not required", "none", "not required"]
+    assert run(["identify", uri, *HOST]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    controller = dict(re.split(r"  +", line, maxsplit=1) for line in shown[: shown.index("")])
+    assert controller["subsystem"] == uri.partition("//")[2].partition("/")[2]
+    assert controller["keep alive"] == "within 10 s" and controller["I/O queue"].endswith(" entries")
+    assert not [name for name in controller if "_" in name], "names for people, not keys"
+    header, first, second = shown[shown.index("") + 1 :]
+    columns = ["nsid", "size", "block", "metadata", "atomic write", "access", "identifier", "state"]
+    assert re.split(r"  +", header.strip()) == columns
+    assert re.split(r"  +", first.strip())[:4] == ["1", "4 MiB", "4 KiB", "-"]
+    assert re.split(r"  +", second.strip())[-1] == "usable"
+
+
+def test_namespace_show_and_list_print_tables_for_people(
+    volume: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(capsys, "volume", "create", volume, "--name", "pool")
+    arguments = [f"{volume}#kv", *TINY, "--quota-pages", "200", "--ttl", "60"]
+    call(capsys, "namespace", "create", *arguments)
+    assert run(["namespace", "list", volume]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert re.split(r"  +", header)[3:] == ["quota pages", "quota", "extent", "eviction", "state"]
+    cells = re.split(r"  +", row.strip())
+    assert cells[3:5] == ["200", "1.562 MiB"] and cells[-2:] == ["lru, after 60 s", "closed"]
+    assert run(["namespace", "show", f"{volume}#kv"]) == 0
+    shown = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert not [name for name in shown if "_" in name], "names for people, not keys"
+    assert shown["stored"] == "0 pages, 0 B" and shown["quota"] == "200 pages, 1.562 MiB"
+    assert shown["page"] == "8 KiB, 512 tokens" and shown["layers"] == "1 (0 to 0)"
+    assert shown["KV heads"] == "1 (0 to 0) of 1" and shown["eviction"] == "lru, after 60 s"
 
 
 def test_pool_status_has_the_documented_keys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -15,6 +16,8 @@ import pytest
 
 from kvdev.target.serve import EmbeddedTarget
 from kvdev_tools.main import run
+from kvdev_tools.provision.render import Painter
+from kvdev_tools.provision.tree import tree_lines
 from spdk_rpc import Client
 from tests.unit.tools.test_cli_json import documented, keys_of
 
@@ -145,7 +148,9 @@ def test_apply_twice_status_adopt_and_destroy(
     assert keys_of(exported) == documented("provision export")
     assert config.stat().st_mode & 0o777 == 0o600
 
-    assert "expected the name 'demo', got 'dem'" in refused(capsys, "destroy", file, "--yes", "dem", code=2)
+    for arguments, got in ((["--yes", "dem"], "'dem'"), ([], "no --yes")):
+        said = refused(capsys, "destroy", file, *arguments, code=2)
+        assert f"expected the name 'demo', got {got} (volume pool would go with it); nothing was" in said
     gone = call(capsys, "destroy", file, "--yes", "demo")
     assert keys_of(gone) == documented("provision apply") and gone["is_done"]
     with Client(site.rpc) as client:
@@ -209,6 +214,43 @@ def test_text_and_colours_only_where_they_are_wanted(site: Site, capsys: pytest.
         "flush by",
     ):
         assert part in tree
+
+
+def test_ways_of_a_flush_that_are_alike_are_one_line_with_their_number() -> None:
+    def way(name: str, state: str, *hops: tuple[str, str, str]) -> dict[str, Any]:
+        named = [dict(zip(("where", "state", "reason"), hop, strict=True)) for hop in hops]
+        return {"way": name, "state": state, "hops": named}
+
+    memory = ("not needed", "malloc: memory")
+    flush = [
+        way("tcp://a?nsid=1", "not needed", ("t#1", "not needed", "nvmf"), ("m0", *memory)),
+        way("tcp://a?nsid=2", "not needed", ("t#2", "not needed", "nvmf"), ("m1", *memory)),
+        way("tcp://a?nsid=3", "effective", ("t#3", "effective", "nvmf"), ("m2", "effective", "aio")),
+        way("host g", "not needed", ("vhost x", "not needed", "vhost"), ("m0", *memory), ("m1", *memory)),
+    ]
+    volume = {
+        "name": "pool",
+        "health": "ok",
+        "reason": None,
+        "size_bytes": 1,
+        "free_bytes": 1,
+        "members": [],
+        "flush": flush,
+        "kv_namespaces": [],
+    }
+    document = {"name": "d", "targets": [], "hosts": [], "volumes": [volume], "pending_steps": 0}
+    lines = list(tree_lines({**document, "notes": [], "problems": []}, Painter(io.StringIO())))
+    assert [line.lstrip("│├─ ") for line in lines[2:]] == [
+        "flush by tcp://a?nsid=1 and 1 more: not needed",
+        "· t#1 and 1 more: not needed (nvmf)",
+        "· m0 and 1 more: not needed (malloc: memory)",
+        "flush by tcp://a?nsid=3: effective",
+        "· t#3: effective (nvmf)",
+        "· m2: effective (aio)",
+        "flush by host g: not needed",
+        "· vhost x: not needed (vhost)",
+        "· m0 and 1 more: not needed (malloc: memory)",
+    ]
 
 
 def test_dry_run_changes_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

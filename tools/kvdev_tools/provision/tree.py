@@ -5,7 +5,7 @@ Not here: reading (``work``, ``volumes``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from kvdev.units import format_size
@@ -343,10 +343,11 @@ def _volume_lines(volume: Mapping[str, Any], health: str) -> Iterator[str]:
     )
     for index, member in enumerate(volume["members"]):
         yield f"│  ├─ member {index}  {member}"
-    for way in volume["flush"]:
-        yield f"│  ├─ flush by {way['way']}: {way['state']}"
-        for hop in way["hops"]:
-            yield f"│  │  · {hop['where']}: {hop['state']} ({hop['reason']})"
+    for ways in _alike(volume["flush"], _flush_course):
+        yield f"│  ├─ flush by {_first_of(ways, 'way')}: {ways[0]['state']}"
+        hops = [hop for way in ways for hop in way["hops"]]
+        for same in _alike(hops, lambda hop: (hop["state"], hop["reason"])):
+            yield f"│  │  · {_first_of(same, 'where')}: {same[0]['state']} ({same[0]['reason']})"
     for each in volume["kv_namespaces"]:
         pages = "?" if each["pages"] is None else each["pages"]
         page = format_size(each["page_size_bytes"])
@@ -354,6 +355,26 @@ def _volume_lines(volume: Mapping[str, Any], health: str) -> Iterator[str]:
             f"│  ├─ KV namespace {each['name']}  {each['model_id']}  {pages} of {each['quota_pages']} pages of {page}  "
             f"writer: {each['writer']}"
         )
+
+
+def _flush_course(way: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What becomes of a flush on this way, whatever its hops are called."""
+    return (way["state"], *((hop["state"], hop["reason"]) for hop in way["hops"]))
+
+
+def _alike(
+    entries: Iterable[Mapping[str, Any]], course: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+) -> list[list[Mapping[str, Any]]]:
+    """Those of which the same is said, together, in the order of the first of them."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for each in entries:
+        found.setdefault(course(each), []).append(each)
+    return list(found.values())
+
+
+def _first_of(entries: list[Mapping[str, Any]], name: str) -> str:
+    """The first one, and how many more there are."""
+    return f"{entries[0][name]}" + (f" and {len(entries) - 1} more" if len(entries) > 1 else "")
 
 
 def _namespace_text(namespace: Mapping[str, Any]) -> str:
