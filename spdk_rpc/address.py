@@ -15,10 +15,10 @@ UNIX_PATH_LIMIT_BYTES = 107
 _TCP_ADDRESS = re.compile(r"(?:tcp://)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^/:\[\]]+)):(?P<port>\d{1,5})")
 
 
-def parse_address(address: str | os.PathLike[str]) -> str | tuple[str, int]:
+def parse_address(address: str | os.PathLike[str], *, field: str = "RPC address") -> str | tuple[str, int]:
     """A UNIX socket path, or (host, port) for ``HOST:PORT``, ``[V6]:PORT`` and ``tcp://…``.
 
-    Whatever contains a slash (or starts with ``unix:``) is a path.
+    Whatever contains a slash (or starts with ``unix:``) is a path. ``field`` is the place that an error names.
     """
     text = os.fspath(address)
     if text.startswith("unix:"):
@@ -28,14 +28,24 @@ def parse_address(address: str | os.PathLike[str]) -> str | tuple[str, int]:
         if match is not None:
             port = int(match["port"])
             if not 0 < port < 65536:
-                raise RpcUsageError(f"RPC address: port: expected 1 to 65535, got {port}")
+                raise RpcUsageError(
+                    f"{field}: port: expected 1 to 65535, got {port} in {text!r}; name the port of SPDK's RPC proxy"
+                )
             return match["v6"] or match["host"], port
         if "/" not in text:
-            raise RpcUsageError(f"RPC address: expected a socket path or HOST:PORT, got {text!r}")
+            remedy = (
+                f"write ./{text} for a socket in this folder" if text else "SPDK's own is /var/tmp/spdk.sock"
+            )
+            raise RpcUsageError(f"{field}: expected a socket path or HOST:PORT, got {text!r}; {remedy}")
     size_bytes = len(os.fsencode(text))
+    if "\0" in text:
+        raise RpcUsageError(
+            f"{field}: expected a socket path without a NUL, got {text!r}; name SPDK's RPC socket"
+        )
     if not text or size_bytes > UNIX_PATH_LIMIT_BYTES:
         raise RpcUsageError(
-            f"RPC address: a UNIX socket path has 1 to {UNIX_PATH_LIMIT_BYTES} bytes, got {size_bytes}: {text!r}"
+            f"{field}: expected a UNIX socket path of 1 to {UNIX_PATH_LIMIT_BYTES} bytes, got {size_bytes}: {text!r}; "
+            f"have SPDK listen on a shorter one (-r), or name it from a nearer folder"
         )
     return text
 

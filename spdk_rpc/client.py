@@ -9,6 +9,7 @@ the deadline.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -256,6 +257,14 @@ class Client:
             self._socket = None
 
 
+_CONNECT_REMEDIES = {
+    errno.ENOENT: "; start that SPDK, or name the RPC socket of one that runs",
+    errno.ECONNREFUSED: "; start that SPDK: nobody listens there any more",
+    errno.EACCES: "; run as the user of that SPDK",
+    errno.ENOTSOCK: "; name SPDK's RPC socket",
+}
+
+
 def unreachable(address: str, error: OSError) -> RpcTransportError:
     """The error of a connection that could not be made."""
     is_backlog_full = isinstance(error, BlockingIOError)
@@ -264,7 +273,8 @@ def unreachable(address: str, error: OSError) -> RpcTransportError:
     reason = os.strerror(code) if code else error.strerror or str(error)
     if is_backlog_full:
         reason = "the peer's backlog is full"
-    return RpcTransportError(f"{address}: connect: {reason}", errno=code, address=address)
+    remedy = _CONNECT_REMEDIES.get(code, "")
+    return RpcTransportError(f"{address}: connect: {reason}{remedy}", errno=code, address=address)
 
 
 def lost(address: str, method: str, operation: str, error: OSError) -> RpcTransportError:

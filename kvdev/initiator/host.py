@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvdev.errors import UsageError
+from kvdev.files import open_kept, read_regular
 from kvdev.uri import check_nqn
 
 SYSTEM_DIR = Path("/etc/nvme")
@@ -111,11 +111,7 @@ def _parse_host_id(text: str, *, where: str) -> uuid.UUID:
 def _read_text(path: Path) -> str | None:
     """The file's text, None when it is not there."""
     try:
-        # Not blocking: of a pipe that nobody writes nothing would ever come.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UsageError(f"{path}: expected a regular file with the host identity; remove it")
-            data = file.read(FILE_SIZE_BYTES_MAX + 1)
+        data = read_regular(path, FILE_SIZE_BYTES_MAX)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -188,11 +184,15 @@ def _load_state(state_dir: Path) -> HostIdentity:
 
 def _create_state(path: Path) -> None:
     """Write a new identity; where two processes race, the first one's stays and both use it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True)
+        path.parent.chmod(0o700)  # whatever the umask
+    except FileExistsError:
+        pass
     host_id = uuid.uuid4()
     record = {"host_nqn": f"{_NQN_UUID_PREFIX}{host_id}", "host_id": str(host_id)}
     draft = path.with_name(f".{path.name}.{os.getpid()}.{host_id.hex[:8]}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = open_kept(draft, os.O_EXCL)
     try:
         with os.fdopen(descriptor, "w") as file:
             json.dump(record, file)

@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 
 from kvdev.errors import UsageError
+from kvdev.files import open_kept, open_regular
 from kvdev.security.keyring import read_keyring
 from kvdev.security.psk import TlsPsk
 from kvdev.security.secret import DhchapSecret
@@ -46,17 +47,15 @@ def read_key_file(path: str, *, field: str) -> bytes:
     """The bytes of a key file: a regular file of ours or root's, with no bit for group and others."""
     where = f"{field}: {path}"
     try:
-        # Not to wait for a writer, should it be a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = open_regular(path)
     except OSError as error:
         raise UsageError(f"{where}: {error.strerror}; name the file of the key") from None
-    try:
-        _check_file(os.fstat(descriptor), where=where, path=path)
-        data = os.read(descriptor, FILE_SIZE_BYTES_MAX + 1)
-    except OSError as error:
-        raise UsageError(f"{where}: cannot be read: {error.strerror}; check its disk") from None
-    finally:
-        os.close(descriptor)
+    with file:
+        try:
+            _check_file(os.fstat(file.fileno()), where=where, path=path)
+            data = file.read(FILE_SIZE_BYTES_MAX + 1)
+        except OSError as error:
+            raise UsageError(f"{where}: cannot be read: {error.strerror}; check its disk") from None
     if len(data) > FILE_SIZE_BYTES_MAX:
         raise UsageError(f"{where}: expected at most {FILE_SIZE_BYTES_MAX} bytes; name the file of one key")
     return data
@@ -65,7 +64,7 @@ def read_key_file(path: str, *, field: str) -> bytes:
 def write_key_file(path: str, text: str, *, field: str) -> None:
     """Keep a secret in a new file with mode 0600, on the disk when this returns."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = open_kept(path, os.O_EXCL)
     except FileExistsError:
         raise UsageError(f"{field}: {path} exists; name a new file") from None
     except OSError as error:
@@ -81,8 +80,6 @@ def write_key_file(path: str, text: str, *, field: str) -> None:
 
 
 def _check_file(found: os.stat_result, *, where: str, path: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise UsageError(f"{where}: expected a regular file")
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
         raise UsageError(

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvdev.block.reservation import KEY_MAX, ReservationType
 from kvdev.errors import KvdevError
+from kvdev.files import open_kept, read_regular
 from kvdev.target.reservation import Reservations
 from kvdev.wire.reservation import REGISTRANT_COUNT_MAX
 
@@ -30,8 +31,7 @@ class PtplError(KvdevError):
 def load(path: str, uuid: uuid_module.UUID) -> Reservations:
     """What was saved; nothing where there is no file yet, or where it was not to persist."""
     try:
-        with Path(path).open("rb") as file:
-            text = file.read(FILE_SIZE_LIMIT_BYTES + 1)
+        text = read_regular(path, FILE_SIZE_LIMIT_BYTES)
     except FileNotFoundError:
         return Reservations()
     except OSError as error:
@@ -103,7 +103,7 @@ def save(path: str, uuid: uuid_module.UUID, state: Reservations) -> None:
         ],
     }
     partial = f"{path}.new"
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_kept(partial, os.O_TRUNC)
     try:
         with open(fd, "wb") as file:
             file.write(json.dumps(document, indent=1).encode("utf-8") + b"\n")

@@ -151,7 +151,6 @@ def serve(options: ServeOptions, *, make_backend: Callable[[], ServiceBackend] |
     """
     try:
         make = make_backend or (lambda: make_service(volatile_seed=options.volatile_seed))
-        # Before the handlers: reading a pipe that nobody fills ends with the first signal.
         calls = read_config(options.config) if options.config else []
         with _StopRequest() as stopping:
             return _serve_until(options, calls, make, stopping)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdev.errors import UsageError
+from kvdev.files import open_kept, read_regular
 from kvdev.target.lvol import LvolStoreImage
 from kvdev.target.stack import images_json, parse_images
 
@@ -82,7 +83,7 @@ class StateFile:
         if text == self._last:
             return
         partial = f"{self.path}.new"
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_kept(partial, os.O_TRUNC)
         try:
             with open(fd, "wb") as file:
                 file.write(text)
@@ -102,16 +103,14 @@ class StateFile:
 
 
 def read_json(path: str, word: str) -> Any:
-    """A JSON file of bounded size. Raises UsageError."""
+    """A regular JSON file of bounded size. Raises UsageError."""
     try:
-        with Path(path).open("rb") as file:
-            # Its size says nothing: it may be a pipe or a device.
-            text = file.read(CONFIG_SIZE_LIMIT_BYTES + 1)
+        text = read_regular(path, CONFIG_SIZE_LIMIT_BYTES)
         if len(text) > CONFIG_SIZE_LIMIT_BYTES:
             raise UsageError(f"{word}: {path}: expected at most {CONFIG_SIZE_LIMIT_BYTES} bytes, got more")
         return json.loads(text.decode("utf-8"))
     except OSError as error:
-        raise UsageError(f"{word}: {path}: {error.strerror or error}") from error
+        raise UsageError(f"{word}: {path}: {error.strerror or error}; name another file") from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise

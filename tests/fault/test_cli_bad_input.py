@@ -427,6 +427,38 @@ def test_one_file_under_two_names_is_one_device(
         refused(capsys, 2, ["volume", "create", uri, "--name", "pool"], "are the same device")
 
 
+@pytest.mark.parametrize(
+    ("rpc", "expected"),
+    [
+        ("spdk", "expected a socket path or HOST:PORT, got 'spdk'; write ./spdk"),
+        ("host:0", "port: expected 1 to 65535, got 0 in 'host:0'; name"),
+        ("host:70000", "port: expected 1 to 65535, got 70000"),
+        ("/" + "x" * 200, "expected a UNIX socket path of 1 to 107 bytes, got 201"),
+        ("/a\0b", "expected a socket path without a NUL"),
+    ],
+)
+def test_an_rpc_address_that_is_none_is_named_with_its_place_and_a_remedy(
+    rpc: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, 2, ["doctor", "--rpc", rpc], f"--rpc: {expected}", "; ")
+    refused(capsys, 2, ["provision", "adopt", "--target", f"a={rpc}"], f"--target a: {expected}", "; ")
+    refused(capsys, 2, ["provision", "adopt", "--host", f"b={rpc}"], f"--host b: {expected}", "; ")
+    site = tmp_path / "site.yaml"
+    site.write_text(f"version: 1\nname: demo\ntargets:\n  a:\n    rpc: {json.dumps(rpc)}\n")
+    refused(capsys, 2, ["provision", "plan", str(site)], f"{site}:5:5: targets.a.rpc: address: {expected}")
+
+
+def test_an_rpc_socket_that_is_not_there_is_named_with_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone.sock"
+    adopt = ["provision", "adopt", "--target", f"a={gone}"]
+    refused(capsys, 3, adopt, f"{gone}: connect: No such file or directory; start that SPDK")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(gone))
+    refused(capsys, 3, adopt, f"{gone}: connect: Connection refused; start that SPDK")
+
+
 def test_a_pipe_in_a_files_place_is_refused_and_nothing_waits_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -435,7 +467,17 @@ def test_a_pipe_in_a_files_place_is_refused_and_nothing_waits_for_it(
     assert run(["target", "serve", "--rpc-socket", str(tmp_path / "s"), "--state", str(pipe)]) == 2
     assert "expected a regular file or none" in capsys.readouterr().err
     assert not (tmp_path / "pipe.lock").exists()
-    with pytest.raises(UsageError, match="expected a regular file with the host identity"):
+    for command in (
+        ["provision", "plan", str(pipe)],
+        ["provision", "export", str(pipe), "array0"],
+        ["replay", "--trace", str(pipe)],
+        ["key", "check", f"file:{pipe}"],
+        ["target", "serve", "--rpc-socket", str(tmp_path / "s"), "--config", str(pipe)],
+    ):
+        assert run(command) == 2
+        said = capsys.readouterr().err
+        assert f"{pipe}: expected a regular file, got a pipe; " in said and said.count("\n") == 1
+    with pytest.raises(UsageError, match="expected a regular file, got a pipe; give the host NQN"):
         read_text(pipe)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = {"errors", "units", "clock", "stats", "uri", "geometry", "buffers", "keys", "drill", "opcode"}
+BASE = {"errors", "units", "clock", "stats", "uri", "geometry", "buffers", "keys", "drill", "opcode", "files"}
 
 # package -> the packages of kvdev it may import, besides the base and itself
 ALLOWED: dict[str, set[str]] = {

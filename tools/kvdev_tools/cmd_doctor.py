@@ -43,7 +43,7 @@ def doctor(arena: str, rpcs: tuple[str, ...], timeout_s: float, as_json: bool) -
 
     arena_size_bytes = parse_size(arena, field="arena")
     for rpc in rpcs:
-        parse_address(rpc)
+        parse_address(rpc, field="--rpc")
     findings = examine(read_facts(rpcs=rpcs, timeout_s=timeout_s), arena_size_bytes=arena_size_bytes)
     is_ok = is_healthy(findings)
     document = {

@@ -389,6 +389,7 @@ def _confirm(deployment: Deployment, whole: WholePlan, yes: str | None, color: s
 
 def _named_rpcs(given: tuple[str, ...], option: str) -> dict[str, str]:
     from kvdev.errors import UsageError
+    from spdk_rpc import parse_address
 
     found: dict[str, str] = {}
     for each in given:
@@ -397,6 +398,7 @@ def _named_rpcs(given: tuple[str, ...], option: str) -> dict[str, str]:
             raise UsageError(f"{option}: expected NAME=RPC, got {each!r}")
         if name in found:
             raise UsageError(f"{option}: {name}: is there twice")
+        parse_address(rpc, field=f"--{option} {name}")
         found[name] = rpc
     return found
 
@@ -405,7 +407,7 @@ def _write_new(path: str, text: str) -> None:
     from kvdev.errors import UsageError
 
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise UsageError(f"output: {path}: {error.strerror}") from error
     with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -415,10 +417,11 @@ def _write_new(path: str, text: str) -> None:
 def _replace_file(path: str, text: str) -> None:
     """Whoever reads it sees the old or the new text, also after a crash."""
     from kvdev.errors import UsageError
+    from kvdev.files import open_kept
 
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = open_kept(temporary, os.O_EXCL)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

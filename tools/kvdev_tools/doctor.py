@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvdev.files import read_regular
 from kvdev.units import KIB, MIB, format_size
 
 HUGEPAGE_SIZE_BYTES = 2 * MIB
@@ -23,6 +24,8 @@ OPEN_FILES_NEEDED = 4096
 """Connections of a host to many targets, each with several queue pairs, and their files."""
 KERNEL_NEEDED = (5, 10)
 """Oldest kernel that it was tried on: io_uring's registered buffers, pidfd, OFD locks."""
+TEXT_SIZE_LIMIT_BYTES = MIB
+"""Of a file of the kernel's, or of /etc: some hundred bytes each, /proc/meminfo some thousand."""
 _UNLIMITED = resource.RLIM_INFINITY
 _CAP_IPC_LOCK = 14
 _MFD_HUGETLB = 0x0004
@@ -330,7 +333,7 @@ def read_facts(*, rpcs: Sequence[str] = (), timeout_s: float = 5.0, root: Path =
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return read_regular(path, TEXT_SIZE_LIMIT_BYTES).decode(errors="replace")
     except OSError:
         return ""
 

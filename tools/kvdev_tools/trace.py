@@ -7,6 +7,7 @@ Source: Mooncake (FAST'25) trace release: JSON lines of timestamp, input_length,
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvdev.errors import UsageError
+from kvdev.files import open_regular
 
 TRACE_BLOCK_TOKENS = 512
 HASH_ID_LIMIT = 1 << 64
@@ -98,10 +100,12 @@ def parse_request(untrusted: str, *, where: str) -> Request:
 def read_trace(path: Path, *, limit: int | None = None) -> Iterator[Request]:
     """Requests of a trace file in order, at most ``limit``; blank lines are skipped."""
     try:
-        file = path.open(encoding="utf-8")
+        file = io.TextIOWrapper(open_regular(path), encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"trace: cannot read {path}: {reason}; give an existing file") from error
+        raise UsageError(
+            f"trace: cannot read {path}: {reason}; name another file, or copy it to one"
+        ) from error
     with file:
         count = 0
         number = 0

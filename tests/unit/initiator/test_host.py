@@ -37,6 +37,23 @@ def test_load_when_first_then_created_private_and_stable(tmp_path: Path) -> None
     assert [entry.name for entry in path.parent.iterdir()] == ["host.json"]
 
 
+@pytest.mark.parametrize("umask", [0o777, 0o277, 0o000])
+def test_load_when_the_umask_takes_everything_away_then_its_owner_can_read_it_again(
+    tmp_path: Path, umask: int
+) -> None:
+    former = os.umask(umask)
+    try:
+        (tmp_path / "state").mkdir()
+        (tmp_path / "state").chmod(0o700)
+        first = load(tmp_path)
+    finally:
+        os.umask(former)
+    path = tmp_path / "state" / "kvdev" / "host.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert load(tmp_path) == first
+
+
 def test_load_when_many_race_then_all_agree(tmp_path: Path) -> None:
     barrier = threading.Barrier(8)
     found: list[HostIdentity] = []

@@ -487,10 +487,12 @@ def test_parse_address(text: str, expected: object) -> None:
     assert parse_address(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "spdk", "host:0", "host:65536", "unix:", "/" + "x" * 107])
+@pytest.mark.parametrize("text", ["", "spdk", "host:0", "host:65536", "unix:", "/a\0b", "/" + "x" * 107])
 def test_parse_address_refuses(text: str) -> None:
-    with pytest.raises(RpcUsageError, match="RPC address"):
+    with pytest.raises(RpcUsageError, match=r"^RPC address: .*expected .*, got .*; (name|write|have|SPDK)"):
         parse_address(text)
+    with pytest.raises(RpcUsageError, match=r"^--rpc: "):
+        parse_address(text, field="--rpc")
 
 
 def test_parse_address_takes_the_longest_path() -> None:

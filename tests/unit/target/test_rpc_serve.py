@@ -17,6 +17,7 @@ import pytest
 
 from kvdev.errors import UsageError
 from kvdev.target.serve import EmbeddedTarget, _StopRequest, read_config
+from kvdev.target.state import CONFIG_SIZE_LIMIT_BYTES
 from kvdev.testing.target_backend import MemoryBackend
 from spdk_rpc import Client, SpdkRpc
 
@@ -247,19 +248,27 @@ def test_a_signal_at_any_moment_of_the_wait_ends_it() -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def test_configuration_without_an_end_is_read_up_to_the_limit() -> None:
-    with pytest.raises(UsageError, match="config: /dev/zero: expected at most"):
-        read_config("/dev/zero")
+def test_configuration_over_the_limit_is_read_up_to_it(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.touch()
+    os.truncate(config, CONFIG_SIZE_LIMIT_BYTES + 1)
+    with pytest.raises(
+        UsageError, match=f"config: {config}: expected at most {CONFIG_SIZE_LIMIT_BYTES} bytes"
+    ):
+        read_config(str(config))
 
 
-def test_signal_while_the_configuration_is_awaited_ends_the_target(start: Any, tmp_path: Path) -> None:
+def test_configuration_that_is_no_file_is_refused_and_nothing_waits_for_it(
+    start: Any, tmp_path: Path
+) -> None:
     pipe = tmp_path / "config"
     os.mkfifo(pipe)
-    process = start("--config", str(pipe))
-    with pipe.open("wb"):  # opens when the target reads
-        process.popen.send_signal(signal.SIGTERM)
-        code, _ = process.end()
-    assert code == -signal.SIGTERM
+    for path, kind in ((str(pipe), "a pipe"), ("/dev/zero", "a device"), (str(tmp_path), "a folder")):
+        code, error = start("--config", path).end()
+        assert code == 2
+        assert error == (
+            f"kvdev target: config: {path}: expected a regular file, got {kind}; name another file\n"
+        )
     assert list(tmp_path.iterdir()) == [pipe]
 
 

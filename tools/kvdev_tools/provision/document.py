@@ -22,6 +22,7 @@ from kvdev.units import KIB, MIB, format_size, is_power_of_two, parse_size
 from kvdev_tools.provision.check import EndpointCheck, check_volumes
 from kvdev_tools.provision.schema import check_source
 from kvdev_tools.provision.source import Path_, Source, load_file
+from spdk_rpc import RpcUsageError, parse_address
 from spdk_rpc.plan import Id, Kind, Resource, State
 from spdk_rpc.plan.resource import NVME_OPTIONS, id_of_bdev, split_address
 
@@ -271,8 +272,11 @@ class _Builder:
     def _check_addresses(self, endpoints: list[Endpoint]) -> None:
         seen: dict[str, str] = {}
         for endpoint in endpoints:
-            is_path = "/" in endpoint.rpc
-            address = os.path.realpath(endpoint.rpc) if is_path else endpoint.rpc
+            try:
+                where = parse_address(endpoint.rpc, field="address")
+            except RpcUsageError as error:
+                raise self._error((*endpoint.path, "rpc"), str(error)) from None
+            address = os.path.realpath(where) if isinstance(where, str) else endpoint.rpc
             if address in seen:
                 raise self._error((*endpoint.path, "rpc"), f"{endpoint.rpc}: is {seen[address]}'s already")
             seen[address] = endpoint.title

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
 
 from kvdev.errors import UsageError
+from kvdev.files import read_regular
 
 Path_: TypeAlias = tuple[str | int, ...]
 """Where a value stands: names of mappings and indices of lists, from the top."""
@@ -73,10 +73,10 @@ def path_text(path: Path_) -> str:
 def load_file(filename: str) -> Source:
     """Read a file of at most 1 MiB."""
     try:
-        with Path(filename).open("rb") as file:
-            data = file.read(FILE_SIZE_LIMIT_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{filename}: {error.strerror or error}") from error
+        data = read_regular(filename, FILE_SIZE_LIMIT_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{filename}: {reason}; name the file of the deployment") from error
     if len(data) > FILE_SIZE_LIMIT_BYTES:
         raise UsageError(f"{filename}: expected at most {FILE_SIZE_LIMIT_BYTES} bytes")
     return load_text(data, filename)
