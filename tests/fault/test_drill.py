@@ -148,6 +148,29 @@ def test_replay_when_members_are_slow_and_out_of_order_or_lie_then_no_page_is_wr
     assert report["page_errors"] > 0 and code == 5
 
 
+def test_replay_when_reads_fail_then_they_are_misses_and_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_file(tmp_path, "m")
+    assert run(["volume", "create", f"file:{path}", "--name", "pool"]) == 0
+    assert run(["namespace", "create", f"vol:file:{path}#kv", *TINY]) == 0
+    capsys.readouterr()
+    code, report, _ = replayed(f"vol:file:{path}", capsys)
+    assert (code, report["failed_reads"]) == (0, 0)
+    for seed in range(1, 30):  # the first one that spares what opening reads
+        faulty = f"vol:drill+file:{path}?drill-error=0.03&drill-on=reads&drill-seed={seed}"
+        code = run(["replay", f"{faulty}#kv", *TINY, "--requests", "12", "--json"])
+        report = json.loads(capsys.readouterr().out or "{}")
+        if report.get("failed_reads"):
+            break
+    assert code == 0 < report["failed_reads"]
+    assert (report["requests"], report["mismatches"], report["page_errors"]) == (12, 0, 0)
+    assert 0 < report["pages_restored"] == report["pages_requested"] - report["pages_written"]
+    code, report, _ = replayed(f"vol:file:{path}", capsys)
+    assert (code, report["failed_reads"], report["mismatches"]) == (0, 0, 0)
+    assert report["hit_rate"] == 1, "what could not be read was put again"
+
+
 def test_drill_command_when_run_then_says_what_it_did_as_documented(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -305,28 +305,33 @@ def test_interrupt_does_not_wait_for_an_embedded_target_that_does_not_answer(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_embedded_target_killed_then_the_error_says_that_it_ended(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "kvdev_tools.main",
-        "replay",
-        *TINY,
-        "--requests",
-        "5000",
-        "--timeout",
-        "3",
-    ]
-    replay = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
-    )
+@pytest.mark.parametrize("options", [[], ["--kill-halfway"]])
+def test_embedded_target_killed_then_the_replay_ends_at_once_and_says_so(
+    options: list[str], tmp_path: Path
+) -> None:
+    replay = start_replay(tmp_path, options, request_count=5000)
     try:
         wait_until_running(replay, tmp_path)
-        (child,) = Path(f"/proc/{replay.pid}/task/{replay.pid}/children").read_text().split()
-        os.kill(int(child), signal.SIGKILL)
-        _, errors = replay.communicate(timeout=120)
+        children = Path(f"/proc/{replay.pid}/task/{replay.pid}/children").read_text().split()
+        (target,) = (pid for pid in children if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(int(target), signal.SIGKILL)
+        _, errors = replay.communicate(timeout=PATIENCE_S)
     finally:
         end(replay)
     assert replay.returncode == 3
-    assert "embedded target: ended by SIGKILL while the replay ran" in errors.decode().splitlines()[-1]
+    assert errors.decode() == "kvdev: embedded target: ended by SIGKILL while the replay ran; run it again\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_replay_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    replay = start_replay(tmp_path, ["--embedded"], request_count=5000)
+    try:
+        wait_until_running(replay, tmp_path)
+    finally:
+        end(replay)
+    (left,) = tmp_path.iterdir()
+    assert (left / "progress").exists(), "nobody was there to remove it"
+    again = start_replay(tmp_path, ["--embedded"], request_count=2)
+    _, errors = again.communicate(timeout=PATIENCE_S)
+    assert again.returncode == 0, errors.decode()
     assert list(tmp_path.iterdir()) == []

@@ -155,7 +155,7 @@ def replay(
     if totals.mismatches or totals.page_errors:
         click.echo(
             f"kvdev: replay: expected every page as it was put, got {totals.mismatches} that differ and "
-            f"{totals.page_errors} unreadable",
+            f"{totals.page_errors} damaged",
             err=True,
         )
         return int(ExitCode.DATA_FAULT)

@@ -35,7 +35,8 @@ from kvdev_tools.plan import (
 from kvdev_tools.pool import PoolSize, check_pool, create_pool, pool_geometry, size_pool
 from kvdev_tools.progress import read_progress
 from kvdev_tools.report import MemberBytes, Run, Totals
-from kvdev_tools.rig import Rig, running_rig
+from kvdev_tools.rig import Rig, TargetEndedInterrupt, running_rig
+from kvdev_tools.scratch import scratch_folder
 from kvdev_tools.supervisor import run_clients
 from kvdev_tools.tensors import block_tokens, check_layout, default_layout
 from kvdev_tools.trace import Request, generate_conversations, read_trace
@@ -83,10 +84,6 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
     geometry = settings.geometry
     layout = check_layout(default_layout(geometry) if settings.layout is None else settings.layout, geometry)
     tokens = block_tokens(layout, geometry, settings.block_tokens)
-    if settings.trace is not None and settings.trace.exists() and not settings.trace.is_file():
-        raise UsageError(
-            f"trace: expected a regular file, as it is read more than once, got {settings.trace}; copy it to one"
-        )
     is_embedded = settings.uri is None
     needs = count_needs(
         settings.requests(), is_distinct_counted=is_embedded and settings.capacity_bytes is None
@@ -98,6 +95,7 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
         if is_embedded:
             size = _plan_embedded(settings, needs, client)
             rig = stack.enter_context(running_rig())
+            stack.enter_context(_target_named(rig))
             folder = rig.folder
             # A host of its own: the replay leaves nothing behind on this machine.
             host_nqn: str | None = f"nqn.2014-08.org.nvmexpress:uuid:{uuid.uuid4()}"
@@ -106,7 +104,7 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
             kv_namespace = _provision(settings, size, rig, str(host_nqn))
         else:
             rig = None
-            folder = Path(stack.enter_context(_temporary_folder()))
+            folder = stack.enter_context(scratch_folder())
             host_nqn, host_id = settings.host_nqn, settings.host_id
             kv_namespace = parse_kv_namespace_uri(str(settings.uri))
             quota_pages = _plan_existing(settings, client, kv_namespace)
@@ -132,11 +130,10 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
             keys=session_keys(),
         )
         kills = 0
-        with _target_named(rig):
-            if settings.is_killed_halfway:
-                kills = run_clients(config, kill_after=needs.requests // 2, folder=folder)
-            else:
-                run_client(config)
+        if settings.is_killed_halfway:
+            kills = run_clients(config, kill_after=needs.requests // 2, folder=folder)
+        else:
+            run_client(config)
         totals = Totals.of(read_progress(Path(config.progress_path)))
         info = json.loads(Path(config.info_path).read_text())
         run = Run(
@@ -157,23 +154,18 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
 
 
 @contextlib.contextmanager
-def _target_named(rig: Rig | None) -> Iterator[None]:
-    """Where our own target has ended, that is what went wrong, whatever its client met then."""
+def _target_named(rig: Rig) -> Iterator[None]:
+    """Where our own target has ended, that ends the replay at once, and is what went wrong, whatever its client
+    met then."""
     try:
-        yield
-    except KvdevError as error:
-        how = None if rig is None else rig.end_text()
+        with rig.watched():
+            yield
+    except (KvdevError, TargetEndedInterrupt) as error:
+        how = rig.end_text()
         if how is None:
             raise
-        raise ConnectError(f"embedded target: {how} while the replay ran; run it again ({error})") from error
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[str]:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="kvdev-replay-") as folder:
-        yield folder
+        met = f" ({error})" if str(error) else ""
+        raise ConnectError(f"embedded target: {how} while the replay ran; run it again{met}") from error
 
 
 def _plan_embedded(settings: ReplaySettings, needs: TraceNeeds, client: ClientPlan) -> PoolSize:

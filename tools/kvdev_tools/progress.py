@@ -33,6 +33,8 @@ class RequestRecord:
     rss_max_bytes: int
     flushes_lost: int = 0
     """Flushes that could not vouch for what was written: a target had gone away with its cache."""
+    failed_reads: int = 0
+    """Pages that a device could not read: misses, stored anew elsewhere."""
 
 
 _NAMES = [field.name for field in fields(RequestRecord)]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvdev.errors import CorruptionError, KvdevError, UncertainWriteError
+from kvdev.errors import CommandError, CorruptionError, KvdevError, UncertainWriteError
 from kvdev.keys import KeyArray
 from kvdev.staging import Arena
 from kvdev.store import PageStatus, PageStore
@@ -70,7 +70,7 @@ class Replayer:
         """Serve one request as an engine would; what was restored is compared bit for bit."""
         keys = request_keys(request.hash_ids)
         table = self._blocks.take(len(keys))
-        restored, page_errors, restore_ns = self._restore(keys, table)
+        restored, page_errors, failed_reads, restore_ns = self._restore(keys, table)
         matching = sum(
             self._tensors.matches(blocks, self._content.page(key))
             for blocks, key in zip(table[:restored], keys, strict=False)
@@ -87,14 +87,15 @@ class Replayer:
             mismatches=restored - matching,
             page_errors=page_errors,
             flushes_lost=self._flushes_lost,
+            failed_reads=failed_reads,
             restore_ns=restore_ns,
             offload_ns=offload_ns,
             stored_pages=self._store.namespace.stat().index.live_count,
             rss_max_bytes=peak_rss_bytes(),
         )
 
-    def _restore(self, keys: KeyArray, table: BlockTable) -> tuple[int, int, int]:
-        """Bring the longest stored prefix into the tensors; returns pages, unreadable pages, nanoseconds."""
+    def _restore(self, keys: KeyArray, table: BlockTable) -> tuple[int, int, int, int]:
+        """Bring the longest stored prefix into the tensors; returns pages, damaged ones, failed reads, nanoseconds."""
         started = self._now_ns()
         hit_count = self._store.longest_prefix(keys)
         spent_ns = self._now_ns() - started
@@ -106,11 +107,11 @@ class Replayer:
             started = self._now_ns()
             with self._arena.lease(end - restored, self._page_size_bytes) as lease:
                 got = self._store.get(keys[restored:end], lease, verify="kernel")
-                if got.failure is not None and not isinstance(got.failure, CorruptionError):
-                    raise got.failure
-                is_good = got.status == PageStatus.HIT
-                readable = _leading(is_good)
-                is_error = got.status == PageStatus.ERROR
+                if got.failure is not None:
+                    self._check_read(got.failure)
+                readable = _leading(got.status == PageStatus.HIT)
+                error_count = int(np.count_nonzero(got.status == PageStatus.ERROR))
+                is_damaged = np.zeros(end - restored, dtype=np.bool_)
                 if readable:
                     # A kernel takes addresses: only of the pages that came, in order.
                     unpacked = self._kernels.unpack(
@@ -120,15 +121,18 @@ class Replayer:
                         verify=got.crc32c[:readable],
                     )
                     if not unpacked.is_ok.all():
-                        is_error[:readable] |= ~unpacked.is_ok
-                        self._store.report_bad(got, is_error)
+                        is_damaged[:readable] = ~unpacked.is_ok
+                        self._store.report_bad(got, is_damaged)
                     readable = _leading(unpacked.is_ok)
             spent_ns += self._now_ns() - started
             restored += readable
             if restored < end:
                 # Evicted between the lookup and the read, or unreadable: an engine goes on with what it has.
-                return restored, int(np.count_nonzero(is_error)), spent_ns
-        return restored, 0, spent_ns
+                damaged = int(np.count_nonzero(is_damaged))
+                if isinstance(got.failure, CorruptionError):
+                    return restored, damaged + error_count, 0, spent_ns
+                return restored, damaged, error_count, spent_ns
+        return restored, 0, 0, spent_ns
 
     def _offload(self, keys: KeyArray, table: BlockTable) -> tuple[int, int]:
         """Prefill the pages, pack and put them, flush; returns pages stored and nanoseconds without prefill."""
@@ -151,6 +155,12 @@ class Replayer:
         except UncertainWriteError as error:
             self._check_lost(error)
         return stored, spent_ns + self._now_ns() - started
+
+    def _check_read(self, error: KvdevError) -> None:
+        """Let pass what a device said of single reads: their pages are misses. Raises what concerns all of it."""
+        if not isinstance(error, (CommandError, CorruptionError)):
+            raise error
+        log.warning("replay: %s", error)
 
     def _check_lost(self, error: KvdevError) -> None:
         """Count what a target took with it when it went away: the store has withdrawn those pages, they are put

@@ -32,6 +32,7 @@ class Totals:
     mismatches: int = 0
     page_errors: int = 0
     flushes_lost: int = 0
+    failed_reads: int = 0
     restore_ns: int = 0
     offload_ns: int = 0
     stored_pages: int = 0
@@ -47,6 +48,7 @@ class Totals:
         self.mismatches += record.mismatches
         self.page_errors += record.page_errors
         self.flushes_lost += record.flushes_lost
+        self.failed_reads += record.failed_reads
         self.restore_ns += record.restore_ns
         self.offload_ns += record.offload_ns
         self.stored_pages = record.stored_pages
@@ -118,6 +120,7 @@ def document(totals: Totals, run: Run) -> dict[str, Any]:
         "mismatches": totals.mismatches,
         "page_errors": totals.page_errors,
         "flushes_lost": totals.flushes_lost,
+        "failed_reads": totals.failed_reads,
         "hit_rate": totals.hit_rate,
         "bytes_restored": totals.pages_restored * page,
         "bytes_written": totals.pages_written * page,
@@ -176,7 +179,8 @@ def text(totals: Totals, run: Run) -> list[str]:
             ),
             ("elapsed", f"{run.elapsed_s:.1f} s"),
             ("pages verified", totals.pages_verified),
-            ("pages unreadable", totals.page_errors),
+            ("pages damaged", totals.page_errors),
+            ("failed reads", totals.failed_reads),
             ("flushes lost", totals.flushes_lost),
             ("mismatches", totals.mismatches),
         ]

@@ -10,17 +10,18 @@ import errno
 import os
 import signal
 import subprocess
-import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from kvdev.clock import Deadline
 from kvdev.errors import ConnectError, DeadlineError, KvdevError, UsageError
 from kvdev.uri import TcpAddress, TcpUri
 from kvdev_tools import process
 from kvdev_tools.exits import ExitCode
+from kvdev_tools.scratch import scratch_folder
 from spdk_rpc import Client, RpcTransportError, SpdkRpc
 
 START_TIMEOUT_S = 30.0
@@ -41,12 +42,16 @@ class MemberTraffic:
     bytes_written: int
 
 
+class TargetEndedInterrupt(KeyboardInterrupt):
+    """The target has ended: unwinds as Ctrl-C does, since nobody will answer an orderly close."""
+
+
 class Rig:
     """A target of our own: started by ``start``, gone after ``close`` with everything it kept."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="kvdev-replay-")
-        self.folder = Path(self._folder.name)
+        self._scratch = contextlib.ExitStack()
+        self.folder = self._scratch.enter_context(scratch_folder())
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
         self._names: list[str] = []
@@ -91,6 +96,45 @@ class Rig:
                     elapsed_ms=limit.elapsed_ms(),
                 )
         self._client = Client(socket_path, timeout_s=RPC_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise TargetEndedInterrupt as soon as the target ends, whatever is waited for; of the main thread only.
+
+        The kernel's own signal for it is used: it ends a wait as Ctrl-C does, and nothing has to look.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield  # nobody can interrupt this thread: it meets the end of the connection
+            return
+        is_armed = True
+
+        def look(number: int, frame: FrameType | None) -> None:
+            if is_armed and self._has_ended():
+                raise TargetEndedInterrupt
+            if callable(former):
+                former(number, frame)
+
+        former = signal.getsignal(signal.SIGCHLD)
+        signal.signal(signal.SIGCHLD, look)
+        try:
+            if self._has_ended():
+                raise TargetEndedInterrupt
+            yield
+        finally:
+            is_armed = False
+            signal.signal(signal.SIGCHLD, former)
+
+    def _has_ended(self) -> bool:
+        """Whether the target has ended; leaves its exit code to ``end_text``, as a signal's handler has to."""
+        if self._process is None:
+            return False
+        if self._process.returncode is not None:
+            return True
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            return os.waitid(os.P_PID, self._process.pid, options) is not None
+        except ChildProcessError:
+            return True
 
     def end_text(self) -> str | None:
         """How the target ended; None while it runs."""
@@ -179,7 +223,7 @@ class Rig:
         if self._process is not None:
             process.stop(self._process, timeout_s=timeout_s)
         self._remove_files()
-        self._folder.cleanup()
+        self._scratch.close()
 
     def __enter__(self) -> Rig:
         return self
