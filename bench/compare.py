@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -299,6 +298,10 @@ def run(scale: Scale, other: Path, arguments: list[str], *, seed: int) -> dict[s
                             samples[cell][which].append({kind: float(got[which][kind]) for kind in KINDS})
             hashes |= {runner.ask({"what": "verify"})["sha256"] for runner in (first, second)}
     assert len(hashes) == 1, hashes
+    # Here, not at the top: the other checkout's side runs this file too, and has its own kvdev.
+    sys.path.insert(0, str(tree))
+    from bench.common import machine
+
     rows = [summarise(cell, *samples[cell]) for cell in scale.cells]
     return {
         "machine": machine(seed),
@@ -321,24 +324,6 @@ def commit_of(tree: Path) -> str:
         check=False,
     )
     return done.stdout.strip() or "unknown"
-
-
-def machine(seed: int) -> dict[str, Any]:
-    """What a figure must be read with."""
-    model = "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return {
-        "cpu": model,
-        "cpu_count": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "seed": seed,
-        "load_average": os.getloadavg()[0],
-        "command": " ".join(sys.argv),
-    }
 
 
 def show(report: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import json
 import os
-import platform
 import resource
 import statistics
 import sys
@@ -25,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-import kvdev
 from kvdev.block.device import BlockDevice
 from kvdev.clock import Deadline
 from kvdev.geometry import Geometry
@@ -44,6 +42,7 @@ from kvdev_tools.rig import Rig
 # The checkout, for the module beside this one, which is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.common import machine
 from bench.stream import SEND_SIZES_BYTES, StreamServer
 
 HOST_NQN = "nqn.2014-08.org.nvmexpress:uuid:7a1c7c52-6d1e-4f0b-9f43-3f6f1d2b9c10"
@@ -405,25 +404,6 @@ def call_overhead_us(pages: Pages, arena: Arena, *, count: int) -> dict[str, flo
 
 
 # --- the whole ---------------------------------------------------------------------------------
-
-
-def machine(seed: int) -> dict[str, Any]:
-    """What a figure must be read with."""
-    model = "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return {
-        "cpu": model,
-        "cpu_count": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "kvdev": kvdev.__version__,
-        "seed": seed,
-        "command": " ".join(sys.argv),
-    }
 
 
 def stream_rates(server: StreamServer, buffer: memoryview, direction: str, total: int) -> dict[int, float]:

@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -26,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-import kvdev
 from kvdev.block.device import execute, transfer_ios
 from kvdev.block.file import EngineChoice, FileDevice, FileOptions
 from kvdev.clock import Deadline
@@ -36,6 +34,10 @@ from kvdev.native.queue import HostQueue
 from kvdev.staging import Arena
 from kvdev.staging.mapping import BACKING_AUTO
 from kvdev.units import KIB, MIB, format_size
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.common import machine
 
 BATCH_COUNT = 4096
 """Commands that Python hands over at once, so that its turns do not count."""
@@ -210,23 +212,6 @@ def integrity(file: Path) -> str:
     if seen.digest() != wanted.digest():
         raise SystemExit("bench: the bytes read through the engine differ from the file's")
     return seen.hexdigest()
-
-
-def machine(seed: int) -> dict[str, Any]:
-    """What a figure must be read with."""
-    models = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-    ]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else "unknown",
-        "cpu_count": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "kvdev": kvdev.__version__,
-        "seed": seed,
-        "command": " ".join(sys.argv),
-    }
 
 
 def line_of(cell: dict[str, Any]) -> str:

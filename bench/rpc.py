@@ -13,8 +13,6 @@ import argparse
 import asyncio
 import hashlib
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -26,10 +24,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import kvdev
 from spdk_rpc import AsyncClient, AsyncSpdkRpc, Call, Client, SpdkRpc, calls
 from spdk_rpc.plan import Id, Kind, Resource, apply_plan, observe, plan_state
 from spdk_rpc.plan.resource import State, state_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.common import machine
 
 HOST_NQN = "nqn.2014-08.org.nvmexpress:uuid:7a1c7c52-6d1e-4f0b-9f43-3f6f1d2b9c10"
 PLAN_LIMIT_S = 2.0
@@ -196,26 +197,6 @@ def plan_and_apply(folder: Path, desired: State, round_count: int) -> dict[str, 
         "step_count": len(plan.steps),
         "second_plan_step_count": len(again.steps),
         "sha256": digest,
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What a figure must be read with."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "unknown",
-    )
-    return {
-        "cpu": model,
-        "cpu_count": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "kvdev": kvdev.__version__,
-        "command": " ".join(sys.argv),
     }
 
 

@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -30,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-import kvdev
 from kvdev.block.device import execute, transfer_ios
 from kvdev.clock import Deadline
 from kvdev.native.io import IO_DTYPE, OPCODE_READ, IoArray
@@ -41,6 +39,10 @@ from kvdev.testing.plain_rings import PlainRings
 from kvdev.units import KIB, MIB, format_size
 from kvdev.vhost import SharedMemory, VhostDevice, VhostOptions
 from spdk_rpc import Client, RpcTransportError, SpdkRpc
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.common import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 QSD_SCRIPT = ROOT / "tests" / "interop" / "lab" / "qsd.sh"
@@ -314,22 +316,6 @@ def integrity(socket: str, file: Path) -> str:
     if seen.digest() != wanted.digest():
         raise SystemExit("bench: the bytes read through vhost-user differ from the file's")
     return seen.hexdigest()
-
-
-def machine(seed: int) -> dict[str, Any]:
-    """What a figure must be read with."""
-    models = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-    ]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else "unknown",
-        "cpu_count": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "kvdev": kvdev.__version__,
-        "seed": seed,
-        "command": " ".join(sys.argv),
-    }
 
 
 def line_of(cell: dict[str, Any]) -> str:
