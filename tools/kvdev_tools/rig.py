@@ -122,7 +122,8 @@ class Rig:
             yield
         finally:
             is_armed = False
-            signal.signal(signal.SIGCHLD, former)
+            # None: somebody's handler in C, which cannot be put back.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if former is None else former)
 
     def _has_ended(self) -> bool:
         """Whether the target has ended; leaves its exit code to ``end_text``, as a signal's handler has to."""
