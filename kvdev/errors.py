@@ -136,6 +136,10 @@ class CorruptionError(KvdevError):
         self.actual = actual
 
 
+class UnlabelledError(CorruptionError):
+    """A device has no label of a volume at all: most likely it is the wrong one, or none was made on it yet."""
+
+
 class CapacityError(KvdevError):
     """No extent, slot, lease or page is left."""
 

@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from kvdev.block.device import BlockDevice, read_blocks
 from kvdev.block.file import FileDevice
 from kvdev.clock import Deadline
-from kvdev.errors import CorruptionError, UnsupportedError, UsageError
+from kvdev.errors import (
+    CorruptionError,
+    UnlabelledError,
+    UnsupportedError,
+    UsageError,
+)
 from kvdev.store.label import (
     IDENTITY_NAMES,
     LABEL_BYTES,
@@ -23,7 +28,10 @@ from kvdev.store.label import (
     identity_of_kind,
     parse_label,
 )
-from kvdev.store.media import UNIT_BYTES
+from kvdev.store.media import (
+    MAGIC_LABEL,
+    UNIT_BYTES,
+)
 from kvdev.store.signature import find_signatures, find_users
 
 BLOCK_SIZE_BYTES_MAX = UNIT_BYTES
@@ -96,9 +104,9 @@ def read_label(device: BlockDevice, deadline: Deadline, *, slba: int = 0) -> Lab
     try:
         return parse_label(data, what=device.uri)
     except CorruptionError as problem:
-        raise CorruptionError(
-            f"{problem}; it is no member of a kvdev volume, or its label is lost"
-        ) from problem
+        kind = CorruptionError if data.startswith(MAGIC_LABEL) else UnlabelledError
+        remedy = "" if kind is CorruptionError else "; if there was none yet, `kvdev volume create` makes one"
+        raise kind(f"{problem}; it is no member of a kvdev volume, or its label is lost{remedy}") from problem
 
 
 def sort_members(devices: Sequence[BlockDevice], labels: Sequence[Label]) -> list[BlockDevice]:

@@ -215,7 +215,12 @@ def test_one_member_is_allowed_and_a_missing_or_foreign_one_is_named(
     blank = tmp_path / "blank"
     blank.touch()
     os.truncate(blank, MEMBER_SIZE_BYTES)
-    refused(capsys, 5, ["volume", "show", f"vol:file:{blank}"], str(blank), "label")
+    for command in (["volume", "show"], ["namespace", "list"]):
+        refused(capsys, 2, [*command, f"vol:file:{blank}"], str(blank), "label", "`kvdev volume create`")
+    refused(capsys, 2, ["page", "ls", f"vol:file:{blank}#kv"], str(blank), "`kvdev volume create`")
+    with blank.open("r+b") as file:
+        file.write(members[0].read_bytes()[:64])
+    refused(capsys, 5, ["volume", "show", f"vol:file:{blank}"], str(blank), "damaged")
     os.truncate(members[1], MEMBER_SIZE_BYTES // 2)
     refused(capsys, 2, ["volume", "show", volume_of(members)], str(members[1]), "shrunk")
 

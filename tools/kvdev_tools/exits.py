@@ -19,6 +19,7 @@ from kvdev.errors import (
     KvdevError,
     ProtocolError,
     TransportError,
+    UnlabelledError,
     UnsupportedError,
     UsageError,
 )
@@ -41,6 +42,7 @@ class ExitCode(enum.IntEnum):
 # The first class that matches decides: more specific ones come first.
 _BY_CLASS: tuple[tuple[type[Exception], ExitCode], ...] = (
     (UsageError, ExitCode.USAGE),
+    (UnlabelledError, ExitCode.USAGE),
     (CorruptionError, ExitCode.DATA_FAULT),
     (DigestError, ExitCode.DATA_FAULT),
     (TransportError, ExitCode.UNREACHABLE),
