@@ -199,7 +199,7 @@ def test_a_damaged_page_is_5_and_named(
     assert run(["replay", f"{volume}#kv", *TINY, "--requests", "3", "--json"]) == 5
     shown = capsys.readouterr()
     assert json.loads(shown.out)["page_errors"] == 1
-    assert "1 unreadable" in shown.err
+    assert "1 damaged" in shown.err
     # The replay withdrew it and stored it anew.
     assert run(["page", "verify", f"{volume}#kv"]) == 0
 
