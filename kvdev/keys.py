@@ -57,6 +57,41 @@ def derive_keys(
     return np.frombuffer(digests, dtype=np.uint8).reshape(-1, KEY_SIZE_BYTES)
 
 
+_MARK_PERSON = b"kvdev salt mark"
+
+
+def salt_mark(salt: str | bytes) -> int:
+    """32 bits that tell one salt from another, and nothing of it to whoever cannot guess it; 0 for none."""
+    data = salt.encode() if isinstance(salt, str) else bytes(salt)
+    if not data:
+        return 0
+    digest = hashlib.blake2b(data, digest_size=4, person=_MARK_PERSON).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def check_salt(what: str, salt: str | bytes, *, expected_mark: int) -> None:
+    """UsageError where the keys of a KV namespace are made with another salt; any will do where the mark is 0."""
+    mark = salt_mark(salt)
+    if expected_mark and mark != expected_mark:
+        got = f"one of mark {mark:08x}" if mark else "none"
+        raise UsageError(
+            f"{what}: salt: expected that of its tenant, of mark {expected_mark:08x}, got {got}; name its file with "
+            f"--salt-file"
+        )
+
+
+class PageKeys:
+    """Makes the page keys of one tenant; the salt is in no text of it."""
+
+    def __init__(self, salt: str | bytes = b"", cache_group: str | bytes = b"") -> None:
+        self._salt = salt
+        self._cache_group = cache_group
+
+    def derive(self, engine_keys: Iterable[bytes | memoryview | npt.NDArray[np.uint8]]) -> KeyArray:
+        """The page keys of a batch, in its order; see ``derive_keys``."""
+        return derive_keys(self._salt, self._cache_group, engine_keys)
+
+
 def check_keys(keys: npt.NDArray[np.uint8]) -> KeyArray:
     """The array itself when it is ``(n, 32) uint8`` and C-contiguous; else raises UsageError."""
     if (

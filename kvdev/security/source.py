@@ -14,6 +14,7 @@ from kvdev.errors import UsageError
 from kvdev.files import open_kept, open_regular
 from kvdev.security.keyring import read_keyring
 from kvdev.security.psk import TlsPsk
+from kvdev.security.salt import KeySalt
 from kvdev.security.secret import DhchapSecret
 from kvdev.uri import KeySource
 
@@ -41,6 +42,11 @@ def read_secret(source: KeySource, *, field: str) -> DhchapSecret:
 def read_tls_psk(source: KeySource, *, field: str) -> TlsPsk:
     """The key of TLS that is kept there."""
     return TlsPsk.parse(read_text(source, field=field), where=f"{field}: {source}")
+
+
+def read_salt(source: KeySource, *, field: str) -> KeySalt:
+    """The salt of page keys that is kept there."""
+    return KeySalt.parse(read_text(source, field=field), where=f"{field}: {source}")
 
 
 def read_key_file(path: str, *, field: str) -> bytes:

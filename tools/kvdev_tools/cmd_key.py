@@ -10,10 +10,11 @@ from kvdev_tools.output import emit, fields, json_option
 
 if TYPE_CHECKING:
     from kvdev.security.psk import TlsPsk
+    from kvdev.security.salt import KeySalt
     from kvdev.security.secret import DhchapSecret
 
 _HASHES = {"none": 0, "sha256": 1, "sha384": 2, "sha512": 3}
-_KINDS = ("dhchap", "tls-psk")
+_KINDS = ("dhchap", "tls-psk", "salt")
 
 
 @click.group()
@@ -27,7 +28,7 @@ def key() -> None:
     type=click.Choice(_KINDS),
     default="dhchap",
     show_default=True,
-    help="A secret for DH-HMAC-CHAP, or a pre-shared key for TLS.",
+    help="A secret for DH-HMAC-CHAP, a pre-shared key for TLS, or the salt of a tenant's page keys.",
 )
 @click.option(
     "--hash",
@@ -53,13 +54,18 @@ def generate(kind: str, hash_name: str, size: str | None, output: str, as_json: 
     """
     from kvdev.errors import UsageError
     from kvdev.security.psk import TlsPsk
+    from kvdev.security.salt import KeySalt
     from kvdev.security.secret import DhchapSecret
     from kvdev.security.source import write_key_file
 
     transform = _HASHES[hash_name]
-    made: DhchapSecret | TlsPsk
+    made: DhchapSecret | TlsPsk | KeySalt
     if kind == "dhchap":
         made = DhchapSecret.generate(size_bytes=None if size is None else int(size), transform=transform)
+    elif kind == "salt":
+        if size is not None or hash_name != "sha256":
+            raise UsageError("--kind salt: expected no --hash and no --size")
+        made = KeySalt.generate()
     else:
         if size is not None or hash_name == "sha512":
             raise UsageError("--kind tls-psk: expected --hash none, sha256 or sha384 and no --size")
@@ -82,6 +88,8 @@ def check(place: str, as_json: bool) -> None:
     from pathlib import Path
 
     from kvdev.security.psk import PREFIX, TlsPsk
+    from kvdev.security.salt import PREFIX as SALT_PREFIX
+    from kvdev.security.salt import KeySalt
     from kvdev.security.secret import DhchapSecret
     from kvdev.security.source import read_text
     from kvdev.uri import parse_key_source, refuse_secret
@@ -90,17 +98,24 @@ def check(place: str, as_json: bool) -> None:
     is_path = not place.startswith(("file:", "keyring:"))
     source = parse_key_source(f"file:{Path(place).absolute()}" if is_path else place, field="place")
     text, where = read_text(source, field="key"), f"key: {source}"
-    is_tls = text.startswith(PREFIX)
-    found = TlsPsk.parse(text, where=where) if is_tls else DhchapSecret.parse(text, where=where)
-    _show(_facts(found, place=str(source), kind="tls-psk" if is_tls else "dhchap"), as_json=as_json)
+    found: DhchapSecret | TlsPsk | KeySalt
+    if text.startswith(PREFIX):
+        found, kind = TlsPsk.parse(text, where=where), "tls-psk"
+    elif text.startswith(SALT_PREFIX):
+        found, kind = KeySalt.parse(text, where=where), "salt"
+    else:
+        found, kind = DhchapSecret.parse(text, where=where), "dhchap"
+    _show(_facts(found, place=str(source), kind=kind), as_json=as_json)
 
 
-def _facts(secret: DhchapSecret | TlsPsk, *, place: str, kind: str) -> dict[str, Any]:
+def _facts(secret: DhchapSecret | TlsPsk | KeySalt, *, place: str, kind: str) -> dict[str, Any]:
+    from kvdev.security.salt import KeySalt
+
     names = {value: name for name, value in _HASHES.items()}
     return {
         "place": place,
         "kind": kind,
-        "hash": names[secret.transform],
+        "hash": None if isinstance(secret, KeySalt) else names[secret.transform],
         "size_bytes": secret.size_bytes,
     }
 
