@@ -7,7 +7,9 @@
 
 #define HEADER_BYTES 64u
 #define TABLE_MAGIC 0x4c4254565645444bull /* "KDEVVTBL" as bytes */
+#define RECORD_MAGIC 0x434552565645444bull /* "KDEVVREC" as bytes */
 #define FORMAT_VERSION 1u
+#define RECORD_VERSION_MAX 2u
 
 static uint32_t media_crc(const uint8_t *block, uint32_t size)
 {
@@ -32,6 +34,11 @@ void kvdev_media_seal_many(uint8_t *blocks, uint32_t block_bytes, uint32_t count
     }
 }
 
+static uint32_t version_max(uint64_t magic)
+{
+    return magic == RECORD_MAGIC ? RECORD_VERSION_MAX : FORMAT_VERSION;
+}
+
 int kvdev_media_check(const uint8_t *block, size_t limit, uint64_t magic, const uint8_t *uuid)
 {
     struct kvdev_media_header head;
@@ -48,7 +55,7 @@ int kvdev_media_check(const uint8_t *block, size_t limit, uint64_t magic, const 
     if (head.crc32c != media_crc(block, head.size_bytes)) {
         return -EILSEQ;
     }
-    if (head.version != FORMAT_VERSION) {
+    if (head.version < FORMAT_VERSION || head.version > version_max(magic)) {
         return -EPROTO;
     }
     if (uuid != NULL && memcmp(uuid, head.uuid, sizeof(head.uuid)) != 0) {

@@ -31,7 +31,7 @@ from kvdev.errors import (
     UsageError,
 )
 from kvdev.geometry import Geometry
-from kvdev.keys import KeyArray, check_keys
+from kvdev.keys import KeyArray, PageKeys, check_keys, check_salt
 from kvdev.native.index import (
     GRANT_DTYPE,
     OUTCOME_UNKNOWN,
@@ -96,6 +96,7 @@ class _Attachment:
             self.geometry = Geometry.from_dict(facts["geometry"])
             self.quota_pages = int(facts["quota_pages"])
             self.batch_limit = int(facts["batch_limit"])
+            self.salt_mark = int(facts["salt_mark"])
             # Where only time keeps a lost owner out, grants end with its lease: a third of it may be over already.
             self.write_limit_s = int(facts["lease_ms"]) / 1500 if facts["fence"] == "time" else None
             self.view = PageView(
@@ -169,6 +170,7 @@ class PoolStore:
         self.geometry = self._attached.geometry
         self.page_size_bytes = self.geometry.page_size_bytes
         self.quota_pages = self._attached.quota_pages
+        self._salt_mark = self._attached.salt_mark
         if geometry is not None:
             try:
                 check_geometry(self.what, expected=geometry, actual=self.geometry)
@@ -311,6 +313,11 @@ class PoolStore:
         body = Commit(keys, grants, crc32c, outcome, members, sent_ns).build()
         answer = self._ask(MessageType.COMMIT, body, deadline, granter=_granter)
         return np.frombuffer(answer, dtype=np.bool_)
+
+    def page_keys(self, *, salt: str | bytes = b"", cache_group: str | bytes = b"") -> PageKeys:
+        """As ``PageStore.page_keys``. The salt stays in this process."""
+        check_salt(self.what, salt, expected_mark=self._salt_mark)
+        return PageKeys(salt, cache_group)
 
     # --- pages -------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class PoolService:
             "page_size_bytes": namespace.page_size_bytes,
             "quota_pages": namespace.quota_pages,
             "batch_limit": namespace.batch_limit,
+            "salt_mark": namespace.salt_mark,
             "block_size_bytes": self.volume.block_size_bytes,
             "slot_count": namespace.slot_count,
             "seed": self.seed,

@@ -170,16 +170,17 @@ def _place_findings(
 
 def _overlap_findings(volume: Volume, places: Sequence[Place]) -> list[Finding]:
     """KV namespaces that claim the same blocks."""
-    records = [place.record for place in places if place.record is not None and place.record.is_live]
-    ordered = sorted(records, key=lambda record: record.extent_slba)
+    records = [place.record for place in places if place.record is not None and not place.record.is_free]
+    pairs = [(extent, record) for record in records for extent in record.extents]
+    ordered = sorted(pairs, key=lambda pair: pair[0].slba)
     return [
         Finding(
             f"record {after.record_index}",
-            f"{volume.name}#{after.name}: extent at LBA {after.extent_slba}: expected it to start behind that of "
-            f"{before.name}, at LBA {before.extent_end}",
+            f"{volume.name}#{after.name}: extent at LBA {other.slba}: expected it to start behind that of "
+            f"{before.name}, at LBA {one.end}",
         )
-        for before, after in pairwise(ordered)
-        if after.extent_slba < before.extent_end
+        for (one, before), (other, after) in pairwise(ordered)
+        if other.slba < one.end
     ]
 
 

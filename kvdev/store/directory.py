@@ -15,6 +15,7 @@ from kvdev.clock import Deadline
 from kvdev.errors import CorruptionError
 from kvdev.native.crc import crc32c
 from kvdev.native.index import media_error
+from kvdev.store.extents import is_consistent
 from kvdev.store.media import HEADER_SIZE_BYTES, MAGIC_RECORD, STRUCTURE_BYTES, UNIT_BYTES
 from kvdev.store.superblock import Record, Superblock, build_record, parse_record
 from kvdev.store.volume_io import MemberMask, VolumeIo
@@ -156,20 +157,7 @@ class Directory:
 
 def check_bounds(io: VolumeIo, record: Record, what: str) -> None:
     """Bounds that reading by the record relies on; its checksum is intact, so only a bug breaks them."""
-    end = record.extent_end
-    parts = (
-        (record.table_slba, record.table_block_count + record.spare_block_count),
-        (record.journal_slba, record.journal_block_count),
-        (record.data_slba, record.slot_count * record.slot_blocks),
-    )
-    if (
-        any(slba < record.extent_slba or slba + count > end for slba, count in parts)
-        or end > io.device.block_count
-        or record.page_size_bytes > record.slot_blocks * io.block_size_bytes
-        or not 1 <= record.quota_pages <= record.slot_count
-        or record.journal_block_count < 4
-        or record.tail_position >= record.journal_block_count
-    ):
+    if not is_consistent(record, block_size_bytes=io.block_size_bytes, block_count=io.device.block_count):
         raise CorruptionError(f"{what}: record {record.record_index}: its extents contradict each other")
 
 

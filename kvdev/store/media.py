@@ -15,6 +15,8 @@ from kvdev.errors import CorruptionError
 from kvdev.native.index import media_error, seal
 
 FORMAT_VERSION = 1
+RECORD_VERSION = 2
+"""Of records that say what version 1 does not know; others are written as version 1."""
 HEADER = struct.Struct("<8sHHIII16sQQQ")
 HEADER_SIZE_BYTES = 64
 assert HEADER.size == HEADER_SIZE_BYTES
@@ -44,13 +46,14 @@ class MediaHeader:
     sequence: int = 0
     epoch: int = 0
     durable_sequence: int = 0
+    version: int = FORMAT_VERSION
 
 
 def build_structure(header: MediaHeader, body: bytes, *, size_bytes: int) -> bytes:
     """Header and body, zero padded to ``size_bytes``, with the checksum filled in."""
     head = HEADER.pack(
         header.magic,
-        FORMAT_VERSION,
+        header.version,
         header.count,
         size_bytes,
         0,
@@ -74,8 +77,8 @@ def parse_structure(
     reason = media_error(raw, int.from_bytes(magic, "little"), uuid)
     if reason is not None:
         raise CorruptionError(f"{what}: {_explain(reason, untrusted, magic, uuid)}")
-    _, _, count, size_bytes, _, index, owner, sequence, epoch, durable = HEADER.unpack_from(untrusted)
-    header = MediaHeader(magic, owner, index, count, sequence, epoch, durable)
+    _, version, count, size_bytes, _, index, owner, sequence, epoch, durable = HEADER.unpack_from(untrusted)
+    header = MediaHeader(magic, owner, index, count, sequence, epoch, durable, version)
     return header, untrusted[HEADER_SIZE_BYTES:size_bytes]
 
 
@@ -84,7 +87,8 @@ def _explain(reason: str, untrusted: bytes, magic: bytes, uuid: bytes | None) ->
         return f"magic: expected {magic.decode()}, got {untrusted[:8].hex()}"
     if reason == "version":
         version = int.from_bytes(untrusted[8:10], "little")
-        return f"version: expected {FORMAT_VERSION}, got {version}; use a kvdev that knows version {version}"
+        known = f"1 to {RECORD_VERSION}" if magic == MAGIC_RECORD else f"{FORMAT_VERSION}"
+        return f"version: expected {known}, got {version}; use a kvdev that knows version {version}"
     if reason == "uuid" and uuid is not None:
         return f"uuid: expected {uuid.hex()}, got {untrusted[24:40].hex()}"
     return f"{reason}: the structure is damaged"

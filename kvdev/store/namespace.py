@@ -47,6 +47,7 @@ from kvdev.native.io import OPCODE_READ
 from kvdev.store.batch import check_commit, check_grants
 from kvdev.store.claim import leave, wait_fenced
 from kvdev.store.directory import Directory, check_bounds
+from kvdev.store.extents import slot_map_of
 from kvdev.store.fence import Fence, is_conflict
 from kvdev.store.geometry_block import read_geometry
 from kvdev.store.journal import Journal, JournalGap
@@ -185,6 +186,7 @@ class KvNamespace:
         self.name = record.name
         self.quota_pages = record.quota_pages
         self.ttl_s = record.ttl_s
+        self.salt_mark = record.salt_mark
         self.eviction_policy = policy_name(record)
         if self.eviction_policy not in EVICTION_POLICIES and self.mode == "owner":
             raise UnsupportedError(
@@ -828,7 +830,7 @@ class KvNamespace:
 
     def slot_slba(self, slot_index: int) -> int:
         """First logical block of a slot, in the volume's blocks."""
-        return self._record.data_slba + slot_index * self._record.slot_blocks
+        return int(slot_map_of(self._record).slbas(np.array([slot_index]))[0])
 
     def where(self, slba: int) -> str:
         """A block of the volume for people, with the member that it is on."""
@@ -837,9 +839,8 @@ class KvNamespace:
     def member_bytes(self) -> npt.NDArray[np.int64]:
         """Bytes of stored pages on each member (on one sum, where a RAID0 device hides the members)."""
         record = self._record
-        slots = self.entries()["slot_index"].astype(np.uint64)
-        slba = np.uint64(record.data_slba) + slots * np.uint64(record.slot_blocks)
-        return self._io.member_bytes(slba, record.slot_blocks)
+        slots = self.entries()["slot_index"].astype(np.int64)
+        return self._io.member_bytes(slot_map_of(record).slbas(slots), record.slot_blocks)
 
     def close(self, *, deadline: Deadline | None = None) -> None:
         """Flush, write the table, mark the record clean, and give the locks back; twice does nothing.

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from kvdev.block.device import aligned_buffer
 from kvdev.clock import Deadline
 from kvdev.errors import KvdevError, UsageError
-from kvdev.native.extent import locate_grants
 from kvdev.native.index import (
     OUTCOME_FAILED,
     OUTCOME_UNKNOWN,
@@ -23,6 +22,7 @@ from kvdev.native.index import (
     crc32c_many,
 )
 from kvdev.native.io import OPCODE_READ, OPCODE_WRITE, address_of
+from kvdev.store.extents import SlotMap, slot_map_of
 from kvdev.store.superblock import Record
 from kvdev.store.volume_io import ExtentResult, MemberMask, VolumeIo
 
@@ -51,13 +51,9 @@ class PageResult:
 class PageIo:
     """Moves whole pages between memory and slots."""
 
-    def __init__(
-        self, io: VolumeIo, *, data_slba: int, slot_blocks: int, slot_count: int, page_size_bytes: int
-    ) -> None:
+    def __init__(self, io: VolumeIo, slots: SlotMap, *, page_size_bytes: int) -> None:
         self._io = io
-        self._data_slba = data_slba
-        self._slot_blocks = slot_blocks
-        self._slot_count = slot_count
+        self._slots = slots
         self.page_size_bytes = page_size_bytes
         self._whole_blocks = page_size_bytes // io.block_size_bytes
         self._tail_bytes = page_size_bytes % io.block_size_bytes
@@ -91,16 +87,16 @@ class PageIo:
         Raises the first error.
         """
         block_bytes = self._io.block_size_bytes
-        assert buffer.nbytes == self.slot_size_bytes and 0 <= slot_index < self._slot_count
-        for first in range(0, self._slot_blocks, max(1, piece_bytes // block_bytes)):
+        assert buffer.nbytes == self.slot_size_bytes and 0 <= slot_index < self._slots.slot_count
+        slot_slba = int(self._slots.slbas(np.array([slot_index]))[0])
+        for first in range(0, self._slots.slot_blocks, max(1, piece_bytes // block_bytes)):
             part = buffer[first * block_bytes :][: max(1, piece_bytes // block_bytes) * block_bytes]
-            slba = self._data_slba + slot_index * self._slot_blocks + first
-            self._io.transfer(OPCODE_READ, slba, part, deadline)
+            self._io.transfer(OPCODE_READ, slot_slba + first, part, deadline)
 
     @property
     def slot_size_bytes(self) -> int:
         """A page and what its last block has behind it."""
-        return self._slot_blocks * self._io.block_size_bytes
+        return self._slots.slot_blocks * self._io.block_size_bytes
 
     def write(
         self, grants: GrantArray, addresses: Uint64Array, *, deadline: Deadline, wants_crc: bool = True
@@ -120,12 +116,7 @@ class PageIo:
     ) -> PageResult:
         if len(grants) != len(addresses):
             raise UsageError(f"pages: expected one per grant, got {len(addresses)} for {len(grants)} grants")
-        slba = locate_grants(
-            grants,
-            slot_count=self._slot_count,
-            data_slba=self._data_slba,
-            slot_blocks=self._slot_blocks,
-        )
+        slba = self._slots.locate(grants)
         if self._tail_bytes:
             return self._run_with_tails(
                 opcode, slba, addresses, deadline=deadline, wants_crc=wants_crc, may_copy=may_copy
@@ -205,13 +196,7 @@ class PageIo:
 
 def page_io_of(io: VolumeIo, record: Record) -> PageIo:
     """Page I/O on the slots of a KV namespace's record."""
-    return PageIo(
-        io,
-        data_slba=record.data_slba,
-        slot_blocks=record.slot_blocks,
-        slot_count=record.slot_count,
-        page_size_bytes=record.page_size_bytes,
-    )
+    return PageIo(io, slot_map_of(record), page_size_bytes=record.page_size_bytes)
 
 
 def _fold_tails(result: ExtentResult, page_count: int) -> ExtentResult:

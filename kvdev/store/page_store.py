@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvdev.buffers import AddressArray, Pages
 from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import KvdevError, UsageError
-from kvdev.keys import KeyArray
+from kvdev.keys import KeyArray, PageKeys, check_salt
 from kvdev.native.index import SLOT_NONE, GrantArray, Uint32Array
 from kvdev.store.batch import (
     GetResult,
@@ -51,6 +51,12 @@ class PageStore:
         self._timeout_s = timeout_s
         self.stale_count = 0
         """Pages that a follower found replaced under its hands, and reported as misses."""
+
+    def page_keys(self, *, salt: str | bytes = b"", cache_group: str | bytes = b"") -> PageKeys:
+        """What makes this tenant's page keys of an engine's; UsageError where the namespace's are made with another
+        salt."""
+        check_salt(self.what, salt, expected_mark=self.namespace.salt_mark)
+        return PageKeys(salt, cache_group)
 
     def put(
         self,

@@ -155,6 +155,12 @@ class _Recreation:
             raise UsageError(f"drop: {unknown[0]!r}: expected one of {known}")
         self._dropped = tuple(record.name for record in found if record.name in drop)
         self._records = [record for record in found if record.name not in drop]
+        for record in self._records:
+            if record.is_erasing:
+                raise UsageError(
+                    f"volume {self._name!r}: {record.name!r}: is being erased, and not to its end; leave it out with "
+                    f"--drop, then what is left of it stays on its members"
+                )
         self._check_extents()
         self._geometries = [self._geometry(record) for record in self._records]
 
@@ -211,29 +217,27 @@ class _Recreation:
             is_out_of_reach = all(self._is_on_newcomer(index, copy) for copy in range(COPY_COUNT))
             if record is None and (new.problems or old.problems or is_out_of_reach):
                 lost.append(index)
-            if record is not None and record.is_live:
+            if record is not None and not record.is_free:
                 records.append(record)
         return records, tuple(lost)
 
     def _check_extents(self) -> None:
         """A namespace whose deletion was cut, and the copy that said so lost, may lie where another is now."""
-        ordered = sorted(self._records, key=lambda record: record.extent_slba)
-        for before, after in pairwise(ordered):
-            if after.extent_slba < before.extent_end:
+        pairs = [(extent, record) for record in self._records for extent in record.extents]
+        ordered = sorted(pairs, key=lambda pair: pair[0].slba)
+        for (one, before), (other, after) in pairwise(ordered):
+            if other.slba < one.end:
                 older = min(before, after, key=lambda record: record.created_unix_s)
                 raise CorruptionError(
                     f"volume {self._name!r}: {before.name!r} and {after.name!r} both have LBA "
-                    f"{after.extent_slba}: one was deleted; leave it out with --drop, {older.name!r} is the older"
+                    f"{other.slba}: one was deleted; leave it out with --drop, {older.name!r} is the older"
                 )
-        for record in ordered:
-            if (
-                record.extent_slba < self._superblock.payload_slba
-                or record.extent_end > self._superblock.payload_end
-            ):
+        for extent, record in ordered:
+            if extent.slba < self._superblock.payload_slba or extent.end > self._superblock.payload_end:
                 raise CorruptionError(
                     f"volume {self._name!r}: {record.name!r}: extent: expected LBA "
-                    f"{self._superblock.payload_slba} to {self._superblock.payload_end}, got {record.extent_slba} to "
-                    f"{record.extent_end}; leave it out with --drop"
+                    f"{self._superblock.payload_slba} to {self._superblock.payload_end}, got {extent.slba} to "
+                    f"{extent.end}; leave it out with --drop"
                 )
 
     def _geometry(self, record: Record) -> Geometry:

@@ -11,7 +11,7 @@ Threads: blocks while it reads and writes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,11 +30,12 @@ from kvdev.native.index import (
 )
 from kvdev.native.io import OPCODE_WRITE, address_of
 from kvdev.store.check import grants_of
+from kvdev.store.extents import place_resized
 from kvdev.store.geometry_block import build_geometry, read_geometry
 from kvdev.store.media import HEADER_SIZE_BYTES, UNIT_BYTES
 from kvdev.store.namespace import KvNamespace
 from kvdev.store.plan import NamespacePlan
-from kvdev.store.superblock import Record
+from kvdev.store.superblock import FURTHER_EXTENT_COUNT_MAX, Record
 from kvdev.store.volume import Volume
 from kvdev.store.volume_io import MemberMask
 from kvdev.units import MIB, format_size
@@ -66,9 +67,14 @@ def resize_namespace(
     """Give a namespace another quota; refused while it may have an owner.
 
     Whatever interrupts it, the namespace has its old size or its new one, and every page that was not evicted.
-    Raises CapacityError where there is no room right behind its extent, or none for its new table.
+    Raises CapacityError where there is no room for what it would have more of.
     """
     info = volume.namespace(name, deadline=deadline)
+    if quota_pages < info.record.reserve_pages:
+        raise UsageError(
+            f"{volume.name}#{name}: quota: expected at least its reserve of {info.record.reserve_pages} pages, got "
+            f"{quota_pages}; lower the reserve first"
+        )
     plan = volume.plan(info.geometry, quota_pages=quota_pages, journal_block_count=journal_block_count)
     # What cannot be is refused before anything is evicted.
     _place(volume, info.record, plan, deadline)
@@ -85,7 +91,7 @@ def resize_namespace(
         record = _place(volume, current, plan, deadline)
         _write_metadata(volume, current, record, entries, deadline)
         volume.write_both(record, deadline)
-    return ResizeReport(quota_pages, record.extent_block_count * volume.block_size_bytes, evicted, moved)
+    return ResizeReport(quota_pages, record.block_count * volume.block_size_bytes, evicted, moved)
 
 
 # --- emptying the slots that go --------------------------------------------------------------
@@ -130,51 +136,20 @@ def _move(namespace: KvNamespace, source: GrantArray, entries: EntryArray, deadl
 
 
 def _place(volume: Volume, current: Record, plan: NamespacePlan, deadline: Deadline) -> Record:
-    """The record of the new size: metadata before the slots where the old one is not, else behind them."""
-    slots_end = current.data_slba + plan.slot_count * plan.slot_blocks
-    needed = plan.metadata_blocks - plan.padding_blocks
-    old_first, old_end = current.geometry_slba, current.journal_slba + current.journal_block_count
-    if old_first > current.data_slba and needed <= current.data_slba - current.extent_slba:
-        first, end = current.extent_slba, slots_end
-    else:
-        first = slots_end
-        if first < old_end and old_first < first + needed:
-            first = old_end
-        end = first + needed
-    free_end = _free_end(volume, current, deadline)
-    if end > free_end:
-        block = volume.block_size_bytes
-        raise CapacityError(
-            f"{volume.name}#{current.name}: resize to {plan.quota_pages} pages: expected "
-            f"{format_size((end - current.extent_slba) * block)} from the start of its extent on, got "
-            f"{format_size((free_end - current.extent_slba) * block)}; delete what lies behind it, or make a new "
-            f"namespace of that size"
-        )
-    return _lay_out(current, plan, first, end)
-
-
-def _free_end(volume: Volume, current: Record, deadline: Deadline) -> int:
-    """How far the extent could reach: to the next one, or the volume's end."""
-    records = (info.record for info in volume.namespaces(deadline=deadline))
-    behind = [record.extent_slba for record in records if record.extent_slba > current.extent_slba]
-    return min([*behind, volume.superblock.payload_end])
-
-
-def _lay_out(current: Record, plan: NamespacePlan, first: int, end: int) -> Record:
-    table_slba = first + plan.geometry_blocks
-    journal_slba = table_slba + plan.table_blocks + plan.spare_blocks
-    return replace(
-        current,
-        quota_pages=plan.quota_pages,
-        slot_count=plan.slot_count,
-        geometry_slba=first,
-        table_slba=table_slba,
-        table_block_count=plan.table_blocks,
-        spare_block_count=plan.spare_blocks,
-        journal_slba=journal_slba,
-        journal_block_count=plan.journal_blocks,
-        tail_position=0,
-        extent_block_count=end - current.extent_slba,
+    """The record of the new size, its metadata where the present one's is not."""
+    records = volume.records(deadline=deadline)
+    record = place_resized(volume.space, current, plan, records)
+    if record is not None:
+        return record
+    block = volume.block_size_bytes
+    free = volume.space.free_runs(records)
+    more = max(0, plan.slot_count - current.slot_count) * plan.slot_blocks
+    raise CapacityError(
+        f"{volume.name}#{current.name}: resize to {plan.quota_pages} pages: expected {format_size(more * block)} for "
+        f"slots and {format_size((plan.metadata_blocks - plan.padding_blocks) * block)} for table and journal, in at "
+        f"most {1 + FURTHER_EXTENT_COUNT_MAX - len(current.extents)} further pieces, got "
+        f"{format_size(sum(count for _, count in free) * block)} free in {len(free)}; delete or shrink another "
+        f"namespace, or have those of lower priority make room"
     )
 
 

@@ -11,10 +11,12 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 
 from kvdev.errors import CorruptionError
 from kvdev.store.media import (
+    FORMAT_VERSION,
     HEADER_SIZE_BYTES,
     MAGIC_RECORD,
     MAGIC_SUPERBLOCK,
     NAME_BYTES,
+    RECORD_VERSION,
     STRUCTURE_BYTES,
     MediaHeader,
     build_structure,
@@ -109,21 +111,47 @@ often used with counts that fade, or as S3-FIFO says."""
 
 RECORD_FREE = 0
 RECORD_LIVE = 1
+RECORD_ERASING = 2
+"""Its pages are gone, and its blocks are being overwritten."""
+PRIORITY_MAX = 255
+FURTHER_EXTENT_COUNT_MAX = 3
 FLAG_CLEAN = 0x01
 FLAG_CLAIMED = 0x02
 """Its owner took over from one that may be alive, and has not waited for that one's writes yet."""
 
-_RECORD = struct.Struct(f"<{NAME_BYTES}s16s32sBBBB4xQIII4xQIIQIIQIIQQQQQ16sI4xQQ")
+_RECORD = struct.Struct(f"<{NAME_BYTES}s16s32sBBBBIQIIIIQIIQIIQIIQQQQQ16sIIQQ")
 
 
 _LEASE = struct.Struct("<16sQIIQ40s")
 _LEASE_OFFSET = 336 - HEADER_SIZE_BYTES
 """Behind what the first version of the record had: all zero there means that nobody has a lease."""
 HOST_NAME_BYTES = 40
-_TENANT = struct.Struct("<I")
+_TENANT = struct.Struct("<IB3x")
 _TENANT_OFFSET = _LEASE_OFFSET + _LEASE.size
+_EXTENT = struct.Struct("<QQII")
+_EXTENT_OFFSET = _TENANT_OFFSET + _TENANT.size
 _SCRUB = struct.Struct("<I4xQ")
 _SCRUB_OFFSET = STRUCTURE_BYTES - _SCRUB.size - HEADER_SIZE_BYTES
+assert _EXTENT_OFFSET + FURTHER_EXTENT_COUNT_MAX * _EXTENT.size <= _SCRUB_OFFSET
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One run of blocks of a KV namespace, and the slots in it."""
+
+    slba: int
+    block_count: int
+    data_slba: int
+    """First block of its first slot."""
+    slot_count: int
+
+    @property
+    def end(self) -> int:
+        return self.slba + self.block_count
+
+    def slots_end(self, slot_blocks: int) -> int:
+        """The block behind its last slot."""
+        return self.data_slba + self.slot_count * slot_blocks
 
 
 @dataclass(frozen=True)
@@ -181,10 +209,46 @@ class Record:
     """When it last came to the end; 0 for never."""
     geometry_copy: bytes = field(default=b"", compare=False)
     """The geometry as it stands behind the record in its place, intact; empty where it does not."""
+    priority: int = 0
+    """Who gives space back first, when another needs it: the lowest."""
+    reserve_pages: int = 0
+    """Quota that is never taken for another."""
+    salt_mark: int = 0
+    """Tells the salt of its keys from others, not what it is; 0 where tenants choose their own, or none."""
+    erased_mib: int = 0
+    """While it is being erased: how much of its extents, one after the other, is."""
+    further: tuple[Extent, ...] = ()
+    """Runs of blocks after the first, with the slots that follow the first's."""
 
     @property
     def is_live(self) -> bool:
         return self.state == RECORD_LIVE
+
+    @property
+    def is_free(self) -> bool:
+        return self.state == RECORD_FREE
+
+    @property
+    def is_erasing(self) -> bool:
+        return self.state == RECORD_ERASING
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """All runs of blocks, in the order of their slots."""
+        first_count = self.slot_count - sum(extent.slot_count for extent in self.further)
+        first = Extent(self.extent_slba, self.extent_block_count, self.data_slba, first_count)
+        return (first, *self.further)
+
+    @property
+    def block_count(self) -> int:
+        """Of all extents together."""
+        return sum(extent.block_count for extent in self.extents)
+
+    @property
+    def version(self) -> int:
+        """The lowest that a reader must know in order not to misread it."""
+        news = (self.priority, self.reserve_pages, self.salt_mark, self.erased_mib, self.further)
+        return RECORD_VERSION if any(news) or self.is_erasing else FORMAT_VERSION
 
     @property
     def is_clean(self) -> bool:
@@ -229,12 +293,14 @@ def build_record(record: Record) -> bytes:
         record.geometry_fingerprint,
         record.state,
         record.eviction_policy,
-        0,
+        record.priority,
         record.flags,
+        record.erased_mib,
         record.page_size_bytes,
         record.slot_blocks,
         record.slot_count,
         record.quota_pages,
+        record.reserve_pages,
         record.geometry_slba,
         record.geometry_size_bytes,
         record.geometry_crc32c,
@@ -251,6 +317,7 @@ def build_record(record: Record) -> bytes:
         record.extent_block_count,
         record.owner_boot_id,
         record.owner_pid,
+        record.salt_mark,
         record.owner_start_ticks,
         record.created_unix_s,
     )
@@ -263,7 +330,12 @@ def build_record(record: Record) -> bytes:
         record.durable_sequence,
         record.lease_host_name.encode()[:HOST_NAME_BYTES],
     )
-    body += _TENANT.pack(record.ttl_s)
+    assert len(record.further) <= FURTHER_EXTENT_COUNT_MAX, "who lays out counts"
+    body += _TENANT.pack(record.ttl_s, len(record.further))
+    for extent in record.further:
+        body += _EXTENT.pack(
+            extent.slba, extent.block_count, extent.data_slba - extent.slba, extent.slot_count
+        )
     body = body.ljust(_SCRUB_OFFSET, b"\0") + _SCRUB.pack(record.scrub_slot, record.scrubbed_unix_s)
     header = MediaHeader(
         MAGIC_RECORD,
@@ -271,13 +343,16 @@ def build_record(record: Record) -> bytes:
         index=record.record_index,
         sequence=record.sequence,
         epoch=record.epoch,
+        version=record.version,
     )
     return build_structure(header, body, size_bytes=STRUCTURE_BYTES)
 
 
 def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
     header, body = parse_structure(untrusted, magic=MAGIC_RECORD, what=what, uuid=volume_uuid)
-    name, namespace_uuid, fingerprint, state, policy, _priority, flags, *rest = _RECORD.unpack_from(body)
+    values = list(_RECORD.unpack_from(body))
+    name, namespace_uuid, fingerprint, state, policy, priority, flags, erased_mib = values[:8]
+    salt_mark, reserve_pages = values.pop(_SALT_PLACE), values.pop(_RESERVE_PLACE)
     record = Record(
         header.uuid,
         header.index,
@@ -288,11 +363,12 @@ def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
         fingerprint,
         state,
         flags,
-        *rest,
+        *values[8:],
     )
     host_id, key, lease_ms, pid_namespace, durable, host_name = _LEASE.unpack_from(body, _LEASE_OFFSET)
     scrub_slot, scrubbed_unix_s = _SCRUB.unpack_from(body, _SCRUB_OFFSET)
-    return replace(
+    ttl_s, further_count = _TENANT.unpack_from(body, _TENANT_OFFSET)
+    record = replace(
         record,
         scrub_slot=scrub_slot,
         scrubbed_unix_s=scrubbed_unix_s,
@@ -303,5 +379,31 @@ def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
         lease_pid_namespace=pid_namespace,
         durable_sequence=durable,
         lease_host_name=unpack_name(host_name),
-        ttl_s=_TENANT.unpack_from(body, _TENANT_OFFSET)[0],
+        ttl_s=ttl_s,
     )
+    if header.version == FORMAT_VERSION:
+        return record  # to which the rest is reserved, and ignored
+    if state > RECORD_ERASING:
+        raise CorruptionError(f"{what}: state: expected 0 to {RECORD_ERASING}, got {state}")
+    if further_count > FURTHER_EXTENT_COUNT_MAX:
+        raise CorruptionError(
+            f"{what}: further extents: expected at most {FURTHER_EXTENT_COUNT_MAX}, got {further_count}"
+        )
+    places = range(_EXTENT_OFFSET, _EXTENT_OFFSET + further_count * _EXTENT.size, _EXTENT.size)
+    return replace(
+        record,
+        priority=priority,
+        reserve_pages=reserve_pages,
+        salt_mark=salt_mark,
+        erased_mib=erased_mib,
+        further=tuple(_parse_extent(body, place) for place in places),
+    )
+
+
+def _parse_extent(untrusted: bytes, place: int) -> Extent:
+    slba, block_count, ahead_blocks, slot_count = _EXTENT.unpack_from(untrusted, place)
+    return Extent(slba, block_count, slba + ahead_blocks, slot_count)
+
+
+_RESERVE_PLACE, _SALT_PLACE = 12, 29
+"""Where ``_RECORD`` has what came into its gaps later."""

@@ -25,7 +25,8 @@ from kvdev.native.index import Uint8Array, format_table, table_buffer
 from kvdev.native.io import OPCODE_WRITE
 from kvdev.store.claim import claim, leave, wait_fenced
 from kvdev.store.directory import Directory
-from kvdev.store.erase import Progress, erase_blocks
+from kvdev.store.erase import Progress, delete_namespace
+from kvdev.store.extents import Run, Space, place_new
 from kvdev.store.fence import Fence, GuestFence
 from kvdev.store.geometry_block import build_geometry, read_extent_geometry, read_geometry
 from kvdev.store.lease import LEASE_MS_DEFAULT, Lease, OwnerIdentity
@@ -43,9 +44,11 @@ from kvdev.store.page_io import PageIo, page_io_of
 from kvdev.store.plan import NamespacePlan, pages_within, plan_namespace
 from kvdev.store.superblock import (
     EVICTION_POLICIES,
+    FURTHER_EXTENT_COUNT_MAX,
+    PRIORITY_MAX,
     RECORD_COUNT,
-    RECORD_FREE,
     RECORD_LIVE,
+    Extent,
     Record,
     Superblock,
     free_record,
@@ -65,8 +68,6 @@ from kvdev.units import MIB, format_size
 
 STRIP_SIZE_BYTES_DEFAULT = 128 * 1024
 FORMAT_PIECE_BYTES = MIB
-ERASE_TIMEOUT_S = 30.0
-"""For what follows the erasing of pages, whose length nobody can bound beforehand."""
 LEAVE_TIMEOUT_S = 10.0
 """For giving registrations back, after whatever became of the change."""
 TTL_S_MAX = 10 * 365 * 24 * 3600
@@ -90,6 +91,9 @@ class NamespaceInfo:
     is_clean: bool
     eviction_policy: str
     ttl_s: int
+    priority: int
+    reserve_pages: int
+    salt_mark: int
     record: Record
 
 
@@ -196,7 +200,7 @@ class Volume:
         Args:
             size_bytes: use so much of the members, as in ``create``, instead of all of it.
         """
-        lock = self._lock_volume(deadline)
+        lock = self.lock_volume(deadline)
         try:
             # Read again under the lock: what another process made of it meanwhile stays.
             found = read_superblock_copies(self.io, self.superblock, deadline)
@@ -214,22 +218,20 @@ class Volume:
         self.superblock = new
         return gained
 
-    def free_extents(self, deadline: Deadline) -> list[tuple[int, int]]:
-        """Unused runs of blocks (first, count), in order."""
-        records = [info.record for info in self.namespaces(deadline=deadline)]
-        free = []
-        start = self.superblock.payload_slba
-        for record in sorted(records, key=lambda record: record.extent_slba):
-            if record.extent_slba > start:
-                free.append((start, record.extent_slba - start))
-            start = record.extent_end
-        if start < self.superblock.payload_end:
-            free.append((start, self.superblock.payload_end - start))
-        return free
+    @property
+    def space(self) -> Space:
+        """The blocks that KV namespaces share."""
+        block = self.superblock
+        return Space(block.payload_slba, block.payload_end, self.strip_size_bytes // self.block_size_bytes)
 
-    def namespaces(self, *, deadline: Deadline) -> list[NamespaceInfo]:
-        """All KV namespaces by name; CorruptionError when a record has no intact copy."""
-        infos = []
+    def free_extents(self, deadline: Deadline) -> list[Run]:
+        """Unused runs of blocks (first, count), in order."""
+        return self.space.free_runs(self.records(deadline=deadline))
+
+    def records(self, *, deadline: Deadline) -> list[Record]:
+        """The records of all KV namespaces, those that are being erased among them; CorruptionError when one has no
+        intact copy."""
+        records = []
         for place in self.directory.read_all(deadline):
             if place.record is None:
                 if place.problems:
@@ -237,9 +239,13 @@ class Volume:
                         f"volume {self.name}: {place.problems[0]}, and no other is intact; kvdev volume check --repair "
                         f"gives the lost KV namespace up"
                     )
-                continue
-            if place.record.is_live:
-                infos.append(self._info(place.record, deadline))
+            elif not place.record.is_free:
+                records.append(place.record)
+        return records
+
+    def namespaces(self, *, deadline: Deadline) -> list[NamespaceInfo]:
+        """All live KV namespaces by name; CorruptionError when a record has no intact copy."""
+        infos = [self._info(record, deadline) for record in self.records(deadline=deadline) if record.is_live]
         return sorted(infos, key=lambda info: info.name)
 
     def _info(self, record: Record, deadline: Deadline) -> NamespaceInfo:
@@ -250,27 +256,34 @@ class Volume:
             page_size_bytes=record.page_size_bytes,
             quota_pages=record.quota_pages,
             slot_count=record.slot_count,
-            extent_bytes=record.extent_block_count * self.block_size_bytes,
+            extent_bytes=record.block_count * self.block_size_bytes,
             epoch=record.epoch,
             is_clean=record.is_clean,
             eviction_policy=policy_name(record),
             ttl_s=record.ttl_s,
+            priority=record.priority,
+            reserve_pages=record.reserve_pages,
+            salt_mark=record.salt_mark,
             record=record,
         )
 
     def namespace(self, name: str, *, deadline: Deadline) -> NamespaceInfo:
         """The KV namespace of this name; UsageError listing those there are."""
-        places = self.directory.read_all(deadline)
-        for place in places:
-            if place.record is not None and place.record.is_live and place.record.name == name:
-                return self._info(place.record, deadline)
+        for place in self.directory.read_all(deadline):
+            if place.record is None or place.record.name != name or place.record.is_free:
+                continue
+            if place.record.is_erasing:
+                raise UsageError(
+                    f"volume {self.name}: namespace {name!r}: is being erased, {place.record.erased_mib} MiB of it so "
+                    f"far; erase it to its end: kvdev namespace delete --erase"
+                )
+            return self._info(place.record, deadline)
         # One that is lost bars none of the others.
-        infos = self.namespaces(deadline=deadline)
-        if not infos:
+        known = ", ".join(info.name for info in self.namespaces(deadline=deadline))
+        if not known:
             raise UsageError(
                 f"volume {self.name}: namespace {name!r}: the volume has no KV namespace; create it first"
             )
-        known = ", ".join(info.name for info in infos)
         raise UsageError(f"volume {self.name}: namespace {name!r}: expected one of {known}")
 
     def pages_for(self, geometry: Geometry, size_bytes: int) -> int:
@@ -304,6 +317,9 @@ class Volume:
         journal_block_count: int | None = None,
         eviction_policy: str = "lru",
         ttl_s: int = 0,
+        priority: int = 0,
+        reserve_pages: int = 0,
+        salt_mark: int = 0,
         deadline: Deadline,
     ) -> NamespaceInfo:
         """Make an empty KV namespace; one of the two quotas says how many pages it may hold.
@@ -315,6 +331,10 @@ class Volume:
                 first, ``lfu`` the one used least often, ``s3fifo`` what was put and not used again, ``none``
                 nothing, so that puts fail with CapacityError.
             ttl_s: pages are gone so many seconds after they were put, pinned or not; 0 for never.
+            priority: 0 to 255: those of lower priority make room for it, and it for those of higher.
+            reserve_pages: as much of the quota as never makes room for another.
+            salt_mark: ``keys.salt_mark`` of the salt that all of its keys are to be made with; 0 leaves that to
+                those who use it.
         """
         check_name("namespace name", name)
         if eviction_policy not in EVICTION_POLICIES:
@@ -323,26 +343,23 @@ class Volume:
             )
         if not 0 <= ttl_s <= TTL_S_MAX:
             raise UsageError(f"ttl_s: expected 0 for none, to {TTL_S_MAX}, got {ttl_s}")
-        if (quota_bytes is None) == (quota_pages is None):
-            raise UsageError("quota: expected one of quota_bytes and quota_pages")
-        if quota_pages is None:
-            assert quota_bytes is not None
-            quota_pages = quota_bytes // geometry.page_size_bytes
-            if quota_pages < 1:
-                raise UsageError(
-                    f"quota_bytes: expected at least one page of {format_size(geometry.page_size_bytes)}, "
-                    f"got {quota_bytes} bytes"
-                )
+        quota_pages = quota_of(geometry, quota_bytes=quota_bytes, quota_pages=quota_pages)
+        check_room_rules(priority=priority, reserve_pages=reserve_pages, quota_pages=quota_pages)
         plan = self.plan(geometry, quota_pages=quota_pages, journal_block_count=journal_block_count)
-        lock = self._lock_volume(deadline)
+        lock = self.lock_volume(deadline)
         try:
-            infos = self.namespaces(deadline=deadline)
-            if any(info.name == name for info in infos):
-                raise UsageError(f"volume {self.name}: namespace {name!r}: exists already")
+            self.check_new_name(name, deadline)
             place_index = self._free_place(deadline)
-            slba = self._find_extent(plan, name, deadline)
-            record = self._new_record(name, geometry, plan, slba, place_index, deadline)
-            record = replace(record, eviction_policy=EVICTION_POLICIES.index(eviction_policy), ttl_s=ttl_s)
+            extents = self._find_extents(plan, name, deadline)
+            record = self._new_record(name, geometry, plan, extents, place_index, deadline)
+            record = replace(
+                record,
+                eviction_policy=EVICTION_POLICIES.index(eviction_policy),
+                ttl_s=ttl_s,
+                priority=priority,
+                reserve_pages=reserve_pages,
+                salt_mark=salt_mark,
+            )
             self.format_namespace(record, geometry, deadline)
             # Both copies: from here on one intact copy alone means a loss.
             record = self.write_both(replace(record, sequence=record.sequence - 1), deadline)
@@ -352,27 +369,32 @@ class Volume:
 
     def _free_place(self, deadline: Deadline) -> int:
         for index, place in enumerate(self.directory.read_all(deadline)):
-            if place.record is None or not place.record.is_live:
+            if place.record is None or place.record.is_free:
                 return index
         raise CapacityError(
             f"volume {self.name}: expected at most {self.superblock.record_count} namespaces; delete one first"
         )
 
-    def _find_extent(self, plan: NamespacePlan, name: str, deadline: Deadline) -> int:
-        """First fit, starting on a strip."""
-        strip_blocks = self.strip_size_bytes // self.block_size_bytes
-        largest = 0
-        for start, count in self.free_extents(deadline):
-            padding = -start % strip_blocks
-            if count - padding >= plan.total_blocks:
-                return start + padding
-            largest = max(largest, count - padding)
+    def check_new_name(self, name: str, deadline: Deadline) -> None:
+        """UsageError where a KV namespace has the name, or one that is being erased."""
+        if any(record.name == name for record in self.records(deadline=deadline)):
+            raise UsageError(f"volume {self.name}: namespace {name!r}: exists already")
+
+    def _find_extents(self, plan: NamespacePlan, name: str, deadline: Deadline) -> tuple[Extent, ...]:
+        """In one piece where there is such a one, else in the largest ones."""
+        records = self.records(deadline=deadline)
+        extents = place_new(self.space, plan, records)
+        if extents is not None:
+            return extents
         block = self.block_size_bytes
+        free = [self.space.aligned(run)[1] for run in self.space.free_runs(records)]
         raise CapacityError(
             f"volume {self.name}: namespace {name!r}: expected {format_size(plan.total_bytes)} "
             f"({plan.slot_count} slots of {format_size(plan.slot_blocks * block)} and "
-            f"{format_size(plan.metadata_blocks * block)} of table and journal), got "
-            f"{format_size(max(largest, 0) * block)} free in one piece; lower the quota or enlarge the volume"
+            f"{format_size(plan.metadata_blocks * block)} of table and journal) in at most "
+            f"{1 + FURTHER_EXTENT_COUNT_MAX} pieces, got {format_size(sum(free) * block)} free, "
+            f"{format_size(max(free, default=0) * block)} of it in one piece; lower the quota, enlarge the volume, or "
+            f"have namespaces of lower priority make room"
         )
 
     def _new_record(
@@ -380,13 +402,14 @@ class Volume:
         name: str,
         geometry: Geometry,
         plan: NamespacePlan,
-        slba: int,
+        extents: tuple[Extent, ...],
         place_index: int,
         deadline: Deadline,
     ) -> Record:
         data = build_geometry(geometry)
         old = self.directory.read(place_index, deadline).record
-        table_slba = slba + plan.geometry_blocks
+        first, *further = extents
+        table_slba = first.slba + plan.geometry_blocks
         journal_slba = table_slba + plan.table_blocks + plan.spare_blocks
         return Record(
             volume_uuid=self.uuid,
@@ -402,7 +425,7 @@ class Volume:
             slot_blocks=plan.slot_blocks,
             slot_count=plan.slot_count,
             quota_pages=plan.quota_pages,
-            geometry_slba=slba,
+            geometry_slba=first.slba,
             geometry_size_bytes=len(data),
             geometry_crc32c=crc32c(data),
             table_slba=table_slba,
@@ -413,9 +436,10 @@ class Volume:
             tail_position=0,
             tail_sequence=1,
             epoch_first_sequence=1,
-            data_slba=slba + plan.metadata_blocks,
-            extent_slba=slba,
-            extent_block_count=plan.total_blocks,
+            data_slba=first.data_slba,
+            extent_slba=first.slba,
+            extent_block_count=first.block_count,
+            further=tuple(further),
             owner_boot_id=bytes(16),
             owner_pid=0,
             owner_start_ticks=0,
@@ -479,7 +503,7 @@ class Volume:
         index = info.record.record_index
         if mode == "owner":
             refuse_drill(self.members, f"own {what}", unless_honest=True)
-        lock = self._lock_namespace(info.record) if mode == "owner" else None
+        lock = self.lock_namespace(info.record) if mode == "owner" else None
         try:
             lease = None
             if lock is not None:
@@ -507,7 +531,7 @@ class Volume:
             raise
 
     def clone_namespace(self, name: str, new_name: str, *, deadline: Deadline) -> NamespaceInfo:
-        """Make an empty KV namespace like another one: its geometry, quota, eviction policy and time to live."""
+        """Make an empty KV namespace like another one, with all that was said of it when it was made."""
         model = self.namespace(name, deadline=deadline)
         return self.create_namespace(
             new_name,
@@ -516,6 +540,9 @@ class Volume:
             journal_block_count=model.record.journal_block_count,
             eviction_policy=model.eviction_policy,
             ttl_s=model.ttl_s,
+            priority=model.priority,
+            reserve_pages=model.reserve_pages,
+            salt_mark=model.salt_mark,
             deadline=deadline,
         )
 
@@ -535,36 +562,24 @@ class Volume:
         *,
         erase: bool = False,
         takeover: bool = False,
+        bytes_per_s: int | None = None,
         progress: Progress | None = None,
         deadline: Deadline,
-    ) -> None:
-        """Remove a KV namespace and free its extent; refused while it may have an owner.
-
-        Args:
-            takeover: as in ``open_namespace``.
-            erase: overwrite everything it held and verify that first. Interrupted, the namespace is still
-                there, with fewer pages, to be deleted again. Each piece has its own deadline.
-        """
-        with self.namespace_held(name, deadline, takeover=takeover) as current:
-            geometry_blocks = UNIT_BYTES // self.block_size_bytes
-            if erase:
-                # Without the geometry the volume's namespaces could not be listed: it goes last.
-                first = current.geometry_slba + geometry_blocks
-                if current.geometry_slba > current.extent_slba:
-                    before = current.geometry_slba - current.extent_slba
-                    erase_blocks(self.io, current.extent_slba, before, progress=progress)
-                if first < current.extent_end:
-                    erase_blocks(self.io, first, current.extent_end - first, progress=progress)
-                deadline = Deadline.after(ERASE_TIMEOUT_S)
-            self.write_both(
-                replace(current, state=RECORD_FREE, lease_ms=0, lease_key=0, geometry_copy=b""), deadline
-            )
-            if erase:
-                erase_blocks(self.io, current.geometry_slba, geometry_blocks)
+    ) -> int:
+        """Remove a KV namespace and free its extents; see ``erase.delete_namespace``."""
+        return delete_namespace(
+            self,
+            name,
+            erase=erase,
+            takeover=takeover,
+            bytes_per_s=bytes_per_s,
+            progress=progress,
+            deadline=deadline,
+        )
 
     def repair_superblocks(self, *, deadline: Deadline) -> None:
         """Write damaged and older copies again from the newest intact one, which is left alone."""
-        lock = self._lock_volume(deadline)
+        lock = self.lock_volume(deadline)
         try:
             found = read_superblock_copies(self.io, self.superblock, deadline)
             if found.newest is not None:
@@ -593,7 +608,7 @@ class Volume:
 
     def free_lost_place(self, record_index: int, *, deadline: Deadline) -> None:
         """Give up a KV namespace of whose record no copy is intact: its place and its extent are free then."""
-        lock = self._lock_volume(deadline)
+        lock = self.lock_volume(deadline)
         try:
             place = self.directory.read(record_index, deadline)
             if place.record is None and place.problems:
@@ -605,17 +620,16 @@ class Volume:
         """Give a KV namespace another name; refused while it may have an owner."""
         check_name("new name", new_name)
         with self.namespace_held(name, deadline) as current:
-            if any(info.name == new_name for info in self.namespaces(deadline=deadline)):
-                raise UsageError(f"volume {self.name}: namespace {new_name!r}: exists already")
+            self.check_new_name(new_name, deadline)
             self.write_both(replace(current, name=new_name), deadline)
 
     @contextlib.contextmanager
     def namespace_held(self, name: str, deadline: Deadline, *, takeover: bool = False) -> Iterator[Record]:
         """The newest record of a namespace, under the locks that a change of it needs, its last owner kept out."""
-        volume_lock = self._lock_volume(deadline)
+        volume_lock = self.lock_volume(deadline)
         try:
             record = self.namespace(name, deadline=deadline).record
-            lock = self._lock_namespace(record)
+            lock = self.lock_namespace(record)
             try:
                 lease = Lease(f"{self.name}#{name}", fence=Fence(self.members))
                 if not record.is_clean:
@@ -662,7 +676,7 @@ class Volume:
                 f"{label.volume_name!r} ({label.volume_uuid.hex()}): it was made anew meanwhile"
             )
 
-    def _lock_volume(self, deadline: Deadline) -> _VolumeLock:
+    def lock_volume(self, deadline: Deadline) -> _VolumeLock:
         refuse_drill(self.members, f"change volume {self.name}")
         lock = OwnerLock(
             f"volume {self.name}", f"volume-{self.uuid.hex()}", members=self.members, byte=VOLUME_LOCK_BYTE
@@ -676,7 +690,7 @@ class Volume:
             raise
         return _VolumeLock(lock, fence, self.directory)
 
-    def _lock_namespace(self, record: Record) -> OwnerLock:
+    def lock_namespace(self, record: Record) -> OwnerLock:
         return OwnerLock(
             f"{self.name}#{record.name}",
             f"namespace-{record.namespace_uuid.hex()}",
@@ -707,6 +721,31 @@ class _VolumeLock:
 def check_name(field: str, name: str) -> None:
     if not isinstance(name, str) or not name or not name.isprintable() or len(name.encode()) > NAME_BYTES:
         raise UsageError(f"{field}: expected printable text of 1 to {NAME_BYTES} bytes, got {name!r:.100}")
+
+
+def quota_of(geometry: Geometry, *, quota_bytes: int | None, quota_pages: int | None) -> int:
+    """The quota in pages, said in one of the two ways."""
+    if (quota_bytes is None) == (quota_pages is None):
+        raise UsageError("quota: expected one of quota_bytes and quota_pages")
+    if quota_pages is not None:
+        return quota_pages
+    assert quota_bytes is not None
+    if quota_bytes < geometry.page_size_bytes:
+        raise UsageError(
+            f"quota_bytes: expected at least one page of {format_size(geometry.page_size_bytes)}, "
+            f"got {quota_bytes} bytes"
+        )
+    return quota_bytes // geometry.page_size_bytes
+
+
+def check_room_rules(*, priority: int, reserve_pages: int, quota_pages: int) -> None:
+    """UsageError for a priority or a reserve that a KV namespace of this quota cannot have."""
+    if isinstance(priority, bool) or not 0 <= priority <= PRIORITY_MAX:
+        raise UsageError(f"priority: expected 0 to {PRIORITY_MAX}, got {priority!r}")
+    if isinstance(reserve_pages, bool) or not 0 <= reserve_pages <= quota_pages:
+        raise UsageError(
+            f"reserve: expected at most the quota of {quota_pages} pages, got {reserve_pages}; raise the quota first"
+        )
 
 
 def check_geometry(what: str, *, expected: Geometry, actual: Geometry) -> None:

@@ -5,8 +5,11 @@ Not here: what the extents hold (``namespace``, ``page_io``); the mapping itself
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +17,7 @@ import numpy.typing as npt
 from kvdev.block.device import BlockDevice, aligned_buffer, error_of, flush, run_grouped
 from kvdev.block.stripe import StripeDevice, split_extents
 from kvdev.clock import SYSTEM_CLOCK, Deadline
-from kvdev.errors import KvdevError, UncertainWriteError
+from kvdev.errors import KvdevError, UncertainWriteError, UnsupportedError
 from kvdev.native.extent import ExtentMap
 from kvdev.native.io import (
     EUNCERTAIN,
@@ -41,6 +44,14 @@ WHOLE_DEVICE_BLOCKS = 1 << 62
 
 SEQUENTIAL_PIECE_BYTES = MIB
 """Long runs are read and written in extents of this size: bounds one group, keeps every member busy."""
+
+
+@runtime_checkable
+class Deallocates(Protocol):
+    """A device that can be told which blocks are not needed."""
+
+    def deallocate(self, ranges: Sequence[tuple[int, int]], deadline: Deadline) -> None:
+        """Ranges are (slba, block count); UnsupportedError where its far end does not have it."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +250,35 @@ class VolumeIo:
         members[self._member_of(np.array([slba], dtype=np.uint64))] = True
         self.written_bytes[members] += self.block_size_bytes
         return members
+
+    def deallocate(self, slba: int, block_count: int, deadline: Deadline) -> int:
+        """Tell the members that a run of blocks is not needed; what it reads as is undefined then.
+
+        Advice: returns how many members took it.
+        """
+        told = 0
+        for member, first, count in self._member_runs(slba, block_count):
+            if isinstance(member, Deallocates):
+                with contextlib.suppress(UnsupportedError):
+                    member.deallocate([(first, count)], deadline)
+                    told += 1
+        return told
+
+    def _member_runs(self, slba: int, block_count: int) -> Iterator[tuple[BlockDevice, int, int]]:
+        """The blocks that a run of the volume's has on each member: one run there, as rows follow each other."""
+        if self._stripe is None:
+            yield self.device, slba, block_count
+            return
+        strip, count, end = self._stripe.strip_blocks, len(self._stripe.members), slba + block_count
+        first_strip, last_strip = slba // strip, (end - 1) // strip
+        for index, member in enumerate(self._stripe.members):
+            first = first_strip + (index - first_strip) % count
+            last = last_strip - (last_strip - index) % count
+            if first > last:
+                continue
+            start = first // count * strip + (slba % strip if first == first_strip else 0)
+            stop = last // count * strip + ((end - 1) % strip + 1 if last == last_strip else strip)
+            yield member, start, stop - start
 
     def is_fenced(self, since_ns: int) -> bool:
         """Whether no write that was sent since then and lost can take effect any more.

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from kvdev.errors import CorruptionError
 from kvdev.native.crc import crc32c
-from kvdev.native.index import ENTRY_DTYPE, MEDIA_HEADER_DTYPE, entry_checksum, format_table
+from kvdev.native.index import ENTRY_DTYPE, MEDIA_HEADER_DTYPE, entry_checksum, format_table, seal
 from kvdev.store.label import Label, MemberInfo, build_label, parse_label
 from kvdev.store.superblock import (
+    Extent,
     Record,
     Superblock,
     build_record,
@@ -143,6 +146,52 @@ def test_lease_bytes_are_as_documented() -> None:
     assert crc32c(data) == 0x03218607
     assert parse_record(data, what="r", volume_uuid=VOLUME) == record
     assert record.is_claimed and not record.is_clean
+
+
+def test_record_of_version_2_bytes_are_as_documented_and_version_1_ignores_them() -> None:
+    numbers: tuple[Any, ...] = (*range(18), b"B" * 16, 77, 88, 99)
+    plain = Record(VOLUME, 5, 8, 6, "kv", NAMESPACE, b"F" * 32, 1, 1, *numbers)
+    record = replace(
+        plain,
+        priority=200,
+        reserve_pages=0x01020304,
+        salt_mark=0x05060708,
+        erased_mib=0x090A0B0C,
+        further=(Extent(1 << 33, 1 << 34, (1 << 33) + 9, 7), Extent(1, 2, 3, 4), Extent(5, 6, 7, 0)),
+        scrub_slot=11,
+    )
+    data = build_record(record)
+    assert (number(data, 8, 2), data[178]) == (2, 200)
+    assert [number(data, offset, 4) for offset in (180, 204, 316)] == [0x090A0B0C, 0x01020304, 0x05060708]
+    assert data[420:424] == b"\3\0\0\0"
+    assert [number(data, offset, 8) for offset in (424, 432)] == [1 << 33, 1 << 34]
+    assert [number(data, 440 + 24 * index, 4) for index in range(3)] == [9, 2, 2]
+    assert [number(data, 444 + 24 * index, 4) for index in range(3)] == [7, 4, 0]
+    assert number(data, 496, 4) == 11
+    assert parse_record(data, what="r", volume_uuid=VOLUME) == record
+    assert [extent.slot_count for extent in replace(record, slot_count=20).extents] == [9, 7, 4, 0]
+    # To version 1 these bytes are reserved: ignored, whatever they hold.
+    old = bytearray(data)
+    old[8] = 1
+    raw = np.frombuffer(bytes(old), dtype=np.uint8).copy()
+    seal(raw, len(raw))
+    assert parse_record(raw.tobytes(), what="r", volume_uuid=VOLUME) == replace(plain, scrub_slot=11)
+    for news in (
+        replace(plain, priority=1),
+        replace(plain, reserve_pages=1),
+        replace(plain, salt_mark=1),
+        replace(plain, erased_mib=1),
+        replace(plain, further=(Extent(1, 2, 3, 4),)),
+    ):
+        assert build_record(news)[8] == 2
+    assert build_record(replace(plain, state=2))[8] == 2 and build_record(plain)[8] == 1
+    for offset, value, text in ((8, 3, "version: expected 1 to 2, got 3"), (176, 3, "state: expected 0 to 2, got 3"),
+                                (420, 4, "further extents: expected at most 3, got 4")):  # fmt: skip
+        raw = np.frombuffer(data, dtype=np.uint8).copy()
+        raw[offset] = value
+        seal(raw, len(raw))
+        with pytest.raises(CorruptionError, match=text):
+            parse_record(raw.tobytes(), what="r", volume_uuid=VOLUME)
 
 
 def test_table_block_bytes_are_as_documented() -> None:

@@ -49,6 +49,8 @@ class ClientConfig:
     host_id: str | None
     keys: dict[str, str] = field(default_factory=dict)
     """Places of secrets, never secrets."""
+    salt_file: str | None = None
+    """Place of the salt of page keys, never the salt."""
     pause_after: int | None = None
     """Requests after which to say so and wait; None runs through."""
     parent_pid: int | None = None
@@ -66,6 +68,7 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
     from kvdev_tools.connect import make_session
     from kvdev_tools.pool import opened_store
     from kvdev_tools.replay import Replayer
+    from kvdev_tools.salt import read_salt_file
     from kvdev_tools.tensors import EngineTensors
 
     geometry = Geometry.from_dict(config.geometry)
@@ -91,6 +94,8 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
         PageKernels() as kernels,
         ProgressFile(progress_path) as progress,
     ):
+        salt = b"" if config.salt_file is None else read_salt_file(config.salt_file).salt
+        page_keys = store.page_keys(salt=salt) if salt or store.namespace.salt_mark else None
         tensors = EngineTensors(
             geometry,
             layout=config.layout,
@@ -109,6 +114,7 @@ def run_client(config: ClientConfig, *, pause: Callable[[], None] | None = None)
             kernels=kernels,
             batch_page_count=config.batch_page_count,
             seed=config.seed,
+            page_keys=page_keys,
         )
         replayer.warm_up()
         done = first

@@ -9,10 +9,11 @@ import click
 from kvdev.units import format_size
 from kvdev_tools.connect import host_options, make_session, operation_deadline, timeout_option
 from kvdev_tools.geometry_options import choose_geometry, geometry_options
-from kvdev_tools.output import emit, fields, json_option, table
+from kvdev_tools.output import Progress, emit, fields, json_option, table
 
 if TYPE_CHECKING:
     from kvdev.store import NamespaceInfo
+    from kvdev.store.room import Gift
 
 TAKEOVER_WAIT_S = 90.0
 """Beyond lease and timeout: what a controller may take to notice that a host is gone (Base 9.6.2)."""
@@ -42,6 +43,25 @@ def namespace() -> None:
     default=0,
     help="Seconds after which a page is gone  [default: never]",
 )
+@click.option(
+    "--priority",
+    type=click.IntRange(0, 255),
+    default=0,
+    show_default=True,
+    help="Those of lower priority make room for it, and it for those of higher.",
+)
+@click.option(
+    "--reserve", metavar="SIZE", help="As much of the quota never makes room for another  [default: 0]"
+)
+@click.option("--reserve-pages", type=click.IntRange(0), help="The same as a number of pages.")
+@click.option(
+    "--make-room",
+    is_flag=True,
+    help="Shrink namespaces of lower priority, the lowest first, down to their reserve, until there is room.",
+)
+@click.option(
+    "--salt-file", metavar="FILE", help="Salt of its tenant: page keys made with another are refused."
+)
 @click.option("--tokens-per-page", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--revision", default="", help="Revision of the model's weights.")
 @geometry_options
@@ -54,6 +74,11 @@ def create(
     quota_pages: int | None,
     eviction: str,
     ttl_s: int,
+    priority: int,
+    reserve: str | None,
+    reserve_pages: int | None,
+    make_room: bool,
+    salt_file: str | None,
     tokens_per_page: int,
     revision: str,
     host_nqn: str | None,
@@ -67,7 +92,7 @@ def create(
     \b
     Examples:
       kvdev namespace create "vol+tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv#llama" \\
-          --geometry llama3-8b --quota 200GiB
+          --geometry llama3-8b --quota 200GiB --priority 10 --reserve 50GiB
       kvdev namespace create "vol:file:/srv/kv0.img#mine" --layers 32 --kv-heads 8 --head-size 128
     """
     import dataclasses
@@ -75,6 +100,7 @@ def create(
     from kvdev.errors import CapacityError, UsageError
     from kvdev.units import parse_size
     from kvdev.uri import parse_kv_namespace_uri
+    from kvdev_tools.salt import read_salt_file
 
     parsed = parse_kv_namespace_uri(uri)
     geometry = dataclasses.replace(
@@ -83,7 +109,12 @@ def create(
     if quota is not None and quota_pages is not None:
         raise UsageError("quota: expected --quota or --quota-pages, got both")
     quota_bytes = None if quota is None else parse_size(quota, field="quota")
+    reserved = _reserve_pages(reserve, reserve_pages, geometry.page_size_bytes) or 0
+    salt_mark = 0 if salt_file is None else read_salt_file(salt_file).mark
+    if make_room and quota_bytes is None and quota_pages is None:
+        raise UsageError("make-room: expected --quota or --quota-pages with it: how much room is to be made")
     with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev.store.room import create_with_room
         from kvdev_tools.pool import open_volume
 
         deadline = operation_deadline(timeout_s)
@@ -98,16 +129,21 @@ def create(
                     f"{format_size(largest * volume.block_size_bytes)} free in one piece; "
                     f"delete a namespace or enlarge the volume"
                 )
-        info = volume.create_namespace(
+        info, gifts = create_with_room(
+            volume,
             parsed.name,
             geometry,
             quota_bytes=quota_bytes,
             quota_pages=quota_pages,
             eviction_policy=eviction,
             ttl_s=ttl_s,
+            priority=priority,
+            reserve_pages=reserved,
+            salt_mark=salt_mark,
+            takes=make_room,
             deadline=deadline,
         )
-    found = _describe(info)
+    found = _describe(info) | {"given": _given(gifts)}
     emit(found, as_json=as_json, text=lambda: _text(found))
 
 
@@ -132,10 +168,25 @@ def list_(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float,
         deadline = operation_deadline(timeout_s)
         volume = open_volume(session, parsed, deadline=deadline)
         infos = [_describe(info) for info in volume.namespaces(deadline=deadline)]
+        block = volume.block_size_bytes
+        erasing: list[dict[str, Any]] = [
+            {
+                "name": record.name,
+                "extent_bytes": record.block_count * block,
+                "erased_bytes": min(record.erased_mib << 20, record.block_count * block),
+            }
+            for record in volume.records(deadline=deadline)
+            if record.is_erasing
+        ]
 
     def text() -> list[str]:
+        notes = [
+            f"{each['name']}: being erased, {format_size(each['erased_bytes'])} of "
+            f"{format_size(each['extent_bytes'])} done"
+            for each in erasing
+        ]
         if not infos:
-            return ["no KV namespace"]
+            return [*notes, "no KV namespace"]
         rows = [
             (
                 info["name"],
@@ -143,16 +194,29 @@ def list_(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float,
                 format_size(info["page_size_bytes"]),
                 info["quota_pages"],
                 format_size(info["quota_pages"] * info["page_size_bytes"]),
+                info["reserve_pages"],
+                info["priority"],
                 format_size(info["extent_bytes"]),
                 _eviction(info),
                 _state(info),
             )
             for info in infos
         ]
-        header = ("name", "model", "page", "quota pages", "quota", "extent", "eviction", "state")
-        return table(rows, header=header)
+        header = (
+            "name",
+            "model",
+            "page",
+            "quota pages",
+            "quota",
+            "reserve",
+            "priority",
+            "extent",
+            "eviction",
+            "state",
+        )
+        return [*table(rows, header=header), *notes]
 
-    emit({"namespaces": infos}, as_json=as_json, text=text)
+    emit({"namespaces": infos, "erasing": erasing}, as_json=as_json, text=text)
 
 
 @namespace.command()
@@ -191,6 +255,9 @@ def show(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, 
 @click.option(
     "--erase", is_flag=True, help="Overwrite everything it held with zeroes, and verify by reading."
 )
+@click.option(
+    "--rate", metavar="SIZE", help="Erase no more than this a second, writing and reading together."
+)
 @click.option("--takeover", is_flag=True, help="Also from an owner of another host that is known to be dead.")
 @host_options
 @timeout_option
@@ -199,6 +266,7 @@ def delete(
     uri: str,
     yes: str | None,
     erase: bool,
+    rate: str | None,
     takeover: bool,
     host_nqn: str | None,
     host_id: str | None,
@@ -207,29 +275,45 @@ def delete(
 ) -> None:
     """Delete a KV namespace and all pages in it; refused while it may have an owner.
 
-    With --erase its blocks are overwritten and read back first, which takes as long as writing and reading
-    all of them; interrupted, the namespace is still there to be deleted again.
+    With --erase its blocks are deallocated, overwritten and read back, which takes as long as writing and
+    reading all of them. From its start on the namespace cannot be opened any more; interrupted, the same
+    command goes on where it was.
 
     \b
     Examples:
       kvdev namespace delete "vol:file:/srv/kv0.img#mine" --yes mine
-      kvdev namespace delete "vol:file:/srv/kv0.img#mine" --yes mine --erase
+      kvdev namespace delete "vol:file:/srv/kv0.img#mine" --yes mine --erase --rate 500MiB
     """
     from kvdev.errors import UsageError
+    from kvdev.units import parse_size
     from kvdev.uri import parse_kv_namespace_uri
 
     parsed = parse_kv_namespace_uri(uri)
     if yes != parsed.name:
         got = "no --yes" if yes is None else repr(yes)
         raise UsageError(f"yes: expected --yes {parsed.name}, as its pages are lost, got {got}")
+    if rate is not None and not erase:
+        raise UsageError("rate: expected --erase with it, as nothing else takes long; leave it out")
+    bytes_per_s = None if rate is None else parse_size(rate, field="rate")
     with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
         from kvdev_tools.pool import open_volume
 
         deadline = operation_deadline(timeout_s)
         volume = open_volume(session, parsed.volume, deadline=deadline)
-        extent_bytes = volume.namespace(parsed.name, deadline=deadline).extent_bytes
-        volume.delete_namespace(parsed.name, erase=erase, takeover=takeover, deadline=deadline)
-    erased = extent_bytes if erase else 0
+        bar = Progress("erase", 100)
+        try:
+            erased = volume.delete_namespace(
+                parsed.name,
+                erase=erase,
+                takeover=takeover,
+                bytes_per_s=bytes_per_s,
+                progress=lambda done, total: bar.update(
+                    100 * done // total, f"{format_size(done)} of {format_size(total)}"
+                ),
+                deadline=deadline,
+            )
+        finally:
+            bar.close()
     said = f"deleted {parsed.name}" + (f", erased {format_size(erased)}" if erase else "")
     emit({"deleted": parsed.name, "erased_bytes": erased}, as_json=as_json, text=lambda: [said])
 
@@ -339,6 +423,11 @@ def clone(
 @click.argument("uri", metavar="VOLUME#NAME")
 @click.option("--quota", metavar="SIZE", help="Bytes of pages it may hold.")
 @click.option("--quota-pages", type=click.IntRange(1), help="The same as a number of pages.")
+@click.option(
+    "--make-room",
+    is_flag=True,
+    help="Shrink namespaces of lower priority, the lowest first, down to their reserve, until there is room.",
+)
 @host_options
 @timeout_option
 @json_option
@@ -346,6 +435,7 @@ def resize(
     uri: str,
     quota: str | None,
     quota_pages: int | None,
+    make_room: bool,
     host_nqn: str | None,
     host_id: str | None,
     timeout_s: float,
@@ -353,8 +443,8 @@ def resize(
 ) -> None:
     """Give a KV namespace another quota, and the room that goes with it; refused while it has an owner.
 
-    Growing takes what is free right behind its extent; pages stay where they are. Shrinking evicts what is
-    above the new quota, moves pages from the slots that go, and frees their room.
+    Growing takes what is free behind its extent, else elsewhere; pages stay where they are. Shrinking evicts
+    what is above the new quota, moves pages from the slots that go, and frees their room.
 
     \b
     Examples:
@@ -369,7 +459,7 @@ def resize(
     if (quota is None) == (quota_pages is None):
         raise UsageError("quota: expected one of --quota and --quota-pages")
     with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
-        from kvdev.store.resize import resize_namespace
+        from kvdev.store.room import resize_with_room
         from kvdev_tools.pool import open_volume
 
         deadline = operation_deadline(timeout_s)
@@ -378,7 +468,9 @@ def resize(
         if quota_pages is None:
             assert quota is not None
             quota_pages = parse_size(quota, field="quota") // before.page_size_bytes
-        report = resize_namespace(volume, parsed.name, quota_pages=quota_pages, deadline=deadline)
+        report, gifts = resize_with_room(
+            volume, parsed.name, quota_pages=quota_pages, takes=make_room, deadline=deadline
+        )
         found = {
             "name": parsed.name,
             "quota_pages": report.quota_pages,
@@ -387,8 +479,96 @@ def resize(
             "previous_extent_bytes": before.extent_bytes,
             "evicted_pages": report.evicted_pages,
             "moved_pages": report.moved_pages,
+            "given": _given(gifts),
         }
-    emit(found, as_json=as_json, text=lambda: fields(list(found.items())))
+    emit(found, as_json=as_json, text=lambda: _with_gifts(found))
+
+
+@namespace.command(name="set")
+@click.argument("uri", metavar="VOLUME#NAME")
+@click.option("--priority", type=click.IntRange(0, 255), help="Those of lower priority make room for it.")
+@click.option("--reserve", metavar="SIZE", help="As much of the quota never makes room for another.")
+@click.option("--reserve-pages", type=click.IntRange(0), help="The same as a number of pages.")
+@host_options
+@timeout_option
+@json_option
+def set_(
+    uri: str,
+    priority: int | None,
+    reserve: str | None,
+    reserve_pages: int | None,
+    host_nqn: str | None,
+    host_id: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Give a KV namespace another priority or reserve; its pages stay. Refused while it may have an owner.
+
+    \b
+    Example:
+      kvdev namespace set "vol:file:/srv/kv0.img#mine" --priority 10 --reserve 50GiB
+    """
+    from kvdev.errors import UsageError
+    from kvdev.uri import parse_kv_namespace_uri
+
+    parsed = parse_kv_namespace_uri(uri)
+    if priority is None and reserve is None and reserve_pages is None:
+        raise UsageError("set: expected --priority, --reserve or --reserve-pages, got none of them")
+    with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
+        from kvdev.store.room import set_room_rules
+        from kvdev_tools.pool import open_volume
+
+        deadline = operation_deadline(timeout_s)
+        volume = open_volume(session, parsed.volume, deadline=deadline)
+        page_bytes = volume.namespace(parsed.name, deadline=deadline).page_size_bytes
+        info = set_room_rules(
+            volume,
+            parsed.name,
+            priority=priority,
+            reserve_pages=_reserve_pages(reserve, reserve_pages, page_bytes),
+            deadline=deadline,
+        )
+    found = _describe(info)
+    emit(found, as_json=as_json, text=lambda: _text(found))
+
+
+def _reserve_pages(reserve: str | None, reserve_pages: int | None, page_size_bytes: int) -> int | None:
+    """The reserve in pages, rounded up; None where it is not said."""
+    from kvdev.errors import UsageError
+    from kvdev.units import parse_size
+
+    if reserve is not None and reserve_pages is not None:
+        raise UsageError("reserve: expected --reserve or --reserve-pages, got both")
+    if reserve is None:
+        return reserve_pages
+    return -(-parse_size(reserve, field="reserve") // page_size_bytes)
+
+
+def _given(gifts: list[Gift]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": gift.name,
+            "priority": gift.priority,
+            "previous_quota_pages": gift.previous_quota_pages,
+            "quota_pages": gift.quota_pages,
+            "freed_bytes": gift.freed_bytes,
+            "evicted_pages": gift.evicted_pages,
+        }
+        for gift in gifts
+    ]
+
+
+def _with_gifts(found: dict[str, Any]) -> list[str]:
+    plain = [(name, value) for name, value in found.items() if name != "given"]
+    return [*fields(plain), *_gift_lines(found["given"])]
+
+
+def _gift_lines(given: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{each['name']} (priority {each['priority']}) gave {format_size(each['freed_bytes'])}: from "
+        f"{each['previous_quota_pages']} to {each['quota_pages']} pages, {each['evicted_pages']} evicted"
+        for each in given
+    ]
 
 
 def _owner(info: NamespaceInfo) -> dict[str, Any]:
@@ -437,6 +617,9 @@ def _describe(info: NamespaceInfo) -> dict[str, Any]:
         "is_clean": info.is_clean,
         "eviction_policy": info.eviction_policy,
         "ttl_s": info.ttl_s,
+        "priority": info.priority,
+        "reserve_pages": info.reserve_pages,
+        "salt_mark": f"{info.salt_mark:08x}" if info.salt_mark else None,
         **_owner(info),
     }
 
@@ -462,6 +645,8 @@ def _text(found: dict[str, Any]) -> list[str]:
         lines.append(("stored", f"{found['pages']} pages, {format_size(found['stored_bytes'])}"))
     lines += [
         ("quota", f"{found['quota_pages']} pages, {format_size(found['quota_pages'] * page)}"),
+        ("reserve", f"{found['reserve_pages']} pages, {format_size(found['reserve_pages'] * page)}"),
+        ("priority", found["priority"]),
         ("extent", f"{format_size(found['extent_bytes'])}, {found['slot_count']} slots"),
     ]
     if "journal_block_count" in found:
@@ -479,7 +664,9 @@ def _text(found: dict[str, Any]) -> list[str]:
         ("head size", f"{geometry['head_size']}, {geometry['dtype']}, {geometry['attention']}"),
         ("fingerprint", f"{found['fingerprint']}, order of bytes {geometry['canonical_order']}"),
     ]
-    return fields(lines)
+    if found["salt_mark"] is not None:
+        lines.append(("salt of mark", found["salt_mark"]))
+    return [*fields(lines), *_gift_lines(found.get("given", []))]
 
 
 def _range(first: int, count: int) -> str:

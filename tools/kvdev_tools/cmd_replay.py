@@ -38,6 +38,7 @@ REQUEST_COUNT_MAX = 1_000_000
 @click.option("--members", type=click.IntRange(1, 64), help="Namespaces of the embedded target  [default: 4]")
 @click.option("--strip-size", metavar="SIZE", help="Strip size of the embedded volume  [default: 128KiB]")
 @click.option("--files", metavar="DIR", help="Keep the embedded namespaces in files there, not in memory.")
+@click.option("--salt-file", metavar="FILE", help="Salt of the tenant whose page keys these are.")
 @click.option("--kill-halfway", is_flag=True, help="Kill the client half way; a new one goes on.")
 @click.option("--arena", "arena_size", metavar="SIZE", help="Staging memory of the client  [default: 64MiB]")
 @click.option(
@@ -70,6 +71,7 @@ def replay(
     members: int | None,
     strip_size: str | None,
     files: str | None,
+    salt_file: str | None,
     kill_halfway: bool,
     arena_size: str | None,
     io_queues: int,
@@ -144,6 +146,7 @@ def replay(
         host_nqn=host_nqn,
         host_id=host_id,
         timeout_s=timeout_s,
+        salt_file=None if salt_file is None else str(Path(salt_file).absolute()),
     )
     try:
         totals, run = run_replay(settings)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.errors import UsageError
-from kvdev.keys import KEY_SIZE_BYTES, KeyArray, derive_keys
+from kvdev.keys import KEY_SIZE_BYTES, KeyArray, PageKeys
 
 SALT = "kvdev replay"
 # 64 KiB a piece: the lanes, the result and one temporary stay in the second-level cache.
@@ -28,9 +28,9 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def request_keys(hash_ids: tuple[int, ...]) -> KeyArray:
-    """The page keys of a request's blocks: derived from the trace's prefix hashes alone."""
-    return derive_keys(SALT, "", [hash_id.to_bytes(8, "little") for hash_id in hash_ids])
+def request_keys(hash_ids: tuple[int, ...], keys: PageKeys | None = None) -> KeyArray:
+    """The page keys of a request's blocks: derived from the trace's prefix hashes, and a tenant's salt if any."""
+    return (keys or PageKeys(SALT)).derive(hash_id.to_bytes(8, "little") for hash_id in hash_ids)
 
 
 class PageContent:

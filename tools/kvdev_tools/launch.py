@@ -70,6 +70,7 @@ class ReplaySettings:
     host_nqn: str | None
     host_id: str | None
     timeout_s: float
+    salt_file: str | None = None
 
     def requests(self) -> Iterator[Request]:
         """The requests to replay, in order."""
@@ -128,6 +129,7 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
             host_nqn=host_nqn,
             host_id=host_id,
             keys=session_keys(),
+            salt_file=settings.salt_file,
         )
         kills = 0
         if settings.is_killed_halfway:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvdev.errors import CommandError, CorruptionError, KvdevError, UncertainWriteError
-from kvdev.keys import KeyArray
+from kvdev.keys import KeyArray, PageKeys
 from kvdev.staging import Arena
 from kvdev.store import PageStatus, PageStore
 from kvdev_kernels import PageKernels
@@ -42,15 +42,17 @@ class Replayer:
         kernels: PageKernels,
         batch_page_count: int,
         seed: int,
+        page_keys: PageKeys | None = None,
         now_ns: NowNs = time.monotonic_ns,
     ) -> None:
-        """``batch_page_count`` pages fit into the arena and move together."""
+        """``batch_page_count`` pages fit into the arena and move together; ``page_keys`` has a tenant's salt."""
         self._store = store
         self._tensors = tensors
         self._arena = arena
         self._kernels = kernels
         self._batch_page_count = batch_page_count
         self._now_ns = now_ns
+        self._page_keys = page_keys
         self._page_size_bytes = tensors.geometry.page_size_bytes
         self._flushes_lost = 0
         self._content = PageContent(self._page_size_bytes)
@@ -68,7 +70,7 @@ class Replayer:
 
     def replay(self, request_index: int, request: Request) -> RequestRecord:
         """Serve one request as an engine would; what was restored is compared bit for bit."""
-        keys = request_keys(request.hash_ids)
+        keys = request_keys(request.hash_ids, self._page_keys)
         table = self._blocks.take(len(keys))
         restored, page_errors, failed_reads, restore_ns = self._restore(keys, table)
         matching = sum(

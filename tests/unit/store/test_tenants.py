@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvdev.block.memory import MemoryDevice
-from kvdev.clock import Deadline
+from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.keys import KeyArray
+from kvdev.session import Session
 from kvdev.store.page_store import PageStore
 from kvdev.store.volume import Volume
 
@@ -193,7 +195,101 @@ def test_erase_when_a_device_ignores_writes_says_where(lab: Any) -> None:
     with pytest.raises(CorruptionError, match=r"erase: LBA \d+: expected zeroes") as refusal:
         lab.volume.delete_namespace("kv", erase=True, deadline=soon())
     assert int(str(refusal.value).split("LBA ")[1].split(":")[0]) >= first
-    assert Geometry.from_dict(lab.volume.namespace("kv", deadline=soon()).geometry.to_dict()) == GEOMETRY
+    lab.members[0].observer = None
+    # It is nobody's any more, and not free before it is erased to its end.
+    with pytest.raises(UsageError, match="is being erased, 0 MiB of it so far; erase it to its end"):
+        lab.store()
+    with pytest.raises(UsageError, match="is being erased"):
+        lab.volume.delete_namespace("kv", deadline=soon())
+    with pytest.raises(UsageError, match="exists already"):
+        lab.volume.create_namespace("kv", GEOMETRY, quota_pages=4, deadline=soon())
+    with pytest.raises(UsageError, match="exists already"):
+        tenant(lab, "lru").close()
+        lab.volume.rename_namespace("lru", "kv", deadline=soon())
+    lab.volume.delete_namespace("kv", erase=True, deadline=soon())
+    assert not count_secrets(lab.members)
+    assert [info.name for info in lab.volume.namespaces(deadline=soon())] == ["lru"]
+
+
+def test_erase_when_interrupted_goes_on_where_it_was_and_tells_how_far(tmp_path: Path) -> None:
+    member = MemoryDevice(size_bytes=120 << 20)
+    volume = Volume.create([member], name="v", strip_size_bytes=1 << 20, deadline=soon())
+    volume.create_namespace("kv", GEOMETRY, quota_pages=(100 << 20) // PAGE, deadline=soon())
+    member.data[60 << 20 : 61 << 20] = 0x5A
+    seen: list[tuple[int, int]] = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append((done, total))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        volume.delete_namespace("kv", erase=True, progress=stop, deadline=soon())
+    record = volume.records(deadline=soon())[0]
+    assert record.is_erasing and record.is_clean and record.erased_mib == 64
+    written: list[int] = []
+
+    def note(opcode: int, slba: int, payload: object) -> tuple[int, int]:
+        if opcode == 1:
+            written.append(slba)
+        return 0, 0
+
+    member.observer = note
+    total = volume.delete_namespace(
+        "kv", erase=True, progress=lambda done, total: seen.append((done, total)), deadline=soon()
+    )
+    member.observer = None
+    assert seen == sorted(seen) and seen[-1] == (total, total) and total > 100 << 20
+    data = [slba for slba in written if slba >= record.extent_slba]
+    assert min(data) == record.extent_slba + (64 << 20) // 4096, "what was erased is not erased again"
+    assert not volume.io.read(record.extent_slba, record.extent_block_count, soon()).any()
+    assert not volume.records(deadline=soon())
+
+
+def test_erase_when_somebody_owns_or_erases_it_is_refused(lab: Any) -> None:
+    store = lab.store()
+    with pytest.raises(UsageError, match="owned by"):
+        lab.volume.delete_namespace("kv", erase=True, deadline=soon())
+    put(store, 1)
+    store.close()
+    refusals: list[str] = []
+
+    def other(done: int, total: int) -> None:
+        for erase in (True, False):
+            with pytest.raises(UsageError) as refusal:
+                Volume.open(lab.members, deadline=soon()).delete_namespace("kv", erase=erase, deadline=soon())
+            refusals.append(str(refusal.value))
+
+    lab.volume.delete_namespace("kv", erase=True, progress=other, deadline=soon())
+    assert "owned by" in refusals[0] and "is being erased" in refusals[1]
+    with pytest.raises(UsageError, match="bytes_per_s: expected at least 1, got 0"):
+        lab.volume.delete_namespace("x", erase=True, bytes_per_s=0, deadline=soon())
+
+
+def test_erase_at_a_rate_takes_its_time(lab: Any) -> None:
+    started_ns = SYSTEM_CLOCK.monotonic_ns()
+    erased = lab.volume.delete_namespace("kv", erase=True, bytes_per_s=8 << 20, deadline=soon())
+    assert SYSTEM_CLOCK.monotonic_ns() - started_ns >= 2 * erased * 10**9 // (8 << 20)
+
+
+def test_erase_tells_members_that_can_deallocate(tmp_path: Path) -> None:
+    paths = [tmp_path / f"m{index}" for index in range(3)]
+    for path in paths:
+        path.write_bytes(bytes(4 << 20))
+    with Session() as session:
+        devices = session.open_members("vol:" + ",".join(f"file:{path}" for path in paths))
+        volume = Volume.create(devices, name="v", strip_size_bytes=16384, deadline=soon())
+        start, count = volume.free_extents(soon())[0]
+        for first in range(start, start + count, 4096):
+            volume.io.write(first, bytes([7]) * 4096, soon())
+        for slba, blocks in ((start + 3, 41), (start, 1), (start + 5, 2), (start + 7, 200)):
+            before = volume.io.read(start, count, soon())
+            assert volume.io.deallocate(slba, blocks, soon()) <= 3
+            after = volume.io.read(start, count, soon())
+            block = volume.block_size_bytes
+            inside = slice((slba - start) * block, (slba - start + blocks) * block)
+            before[inside] = after[inside] = 0
+            assert np.array_equal(before, after), "nothing else is touched"
 
 
 def test_pinned_page_is_never_evicted_until_it_is_unpinned(lab: Any) -> None:

@@ -374,7 +374,7 @@ def test_namespace_requests_that_cannot_be_are_refused_with_the_arithmetic() -> 
         volume.create_namespace("b", GEOMETRY, quota_bytes=8191, deadline=soon())
     with pytest.raises(UsageError, match="expected one of quota_bytes and quota_pages"):
         volume.create_namespace("b", GEOMETRY, deadline=soon())
-    with pytest.raises(CapacityError, match=r"expected .* MiB \(.*slots of 8 KiB.*free in one piece"):
+    with pytest.raises(CapacityError, match=r"expected .* MiB \(.*slots of 8 KiB.* of it in one piece"):
         volume.create_namespace("b", GEOMETRY, quota_pages=10_000, deadline=soon())
     with pytest.raises(UsageError, match="namespace 'zz': expected one of kv"):
         volume.open_namespace("zz", deadline=soon())

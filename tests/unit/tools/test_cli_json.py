@@ -109,6 +109,9 @@ def test_volume_namespace_page_and_replay_have_the_documented_keys(
     assert (taken["fence"], taken["owner_pid"]) == ("lock", None)
     cloned = call(capsys, "namespace", "clone", f"{volume}#kv", "like")
     assert keys_of(cloned) == documented("namespace create")
+    ruled = call(capsys, "namespace", "set", f"{volume}#like", "--priority", "3", "--reserve-pages", "2")
+    assert keys_of(ruled) == documented("namespace create")
+    assert (ruled["priority"], ruled["reserve_pages"]) == (3, 2)
     resized = call(capsys, "namespace", "resize", f"{volume}#like", "--quota-pages", "3")
     assert keys_of(resized) == documented("namespace resize")
     assert resized["previous_quota_pages"] == after["quota_pages"] and resized["quota_pages"] == 3
@@ -119,7 +122,7 @@ def test_volume_namespace_page_and_replay_have_the_documented_keys(
     deleted = call(capsys, "namespace", "delete", f"{volume}#new", "--yes", "new", "--erase")
     assert keys_of(deleted) == documented("namespace delete")
     assert deleted["erased_bytes"] == after["extent_bytes"]
-    assert call(capsys, "namespace", "list", volume) == {"namespaces": []}
+    assert call(capsys, "namespace", "list", volume) == {"namespaces": [], "erasing": []}
 
 
 @pytest.mark.parametrize(

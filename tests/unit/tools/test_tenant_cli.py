@@ -1,0 +1,111 @@
+"""Tenants on the command line: room made by others, rules about it, salts, an erasure at a rate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdev_tools.main import run
+
+TINY = ["--layers", "1", "--kv-heads", "1", "--head-size", "4"]
+PAGE = 8192
+
+
+@pytest.fixture(autouse=True)
+def runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def volume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    path = tmp_path / "m0"
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(16 << 20)
+    uri = f"vol:file:{path}"
+    call(capsys, "volume", "create", uri, "--name", "v")
+    return uri
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run([*arguments, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], text: str, *arguments: str) -> None:
+    assert run(list(arguments)) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_room_is_made_on_the_command_line(volume: str, capsys: pytest.CaptureFixture[str]) -> None:
+    create = ["namespace", "create"]
+    low = call(capsys, *create, f"{volume}#low", *TINY, "--quota", "8MiB", "--reserve", "2MiB")
+    assert (low["priority"], low["reserve_pages"], low["given"]) == (0, 256, [])
+    more = [f"{volume}#mine", *TINY, "--quota", "5MiB", "--priority", "4"]
+    assert run([*create, *more]) != 0
+    assert "have namespaces of lower priority make room" in capsys.readouterr().err
+    mine = call(capsys, *create, *more, "--make-room")
+    assert [(each["name"], each["previous_quota_pages"]) for each in mine["given"]] == [("low", 1024)]
+    assert 256 <= mine["given"][0]["quota_pages"] < 1024 and mine["given"][0]["freed_bytes"] > 0
+    grown = call(capsys, "namespace", "resize", f"{volume}#mine", "--quota", "6MiB", "--make-room")
+    assert grown["given"][0]["name"] == "low"
+    assert run(["namespace", "resize", f"{volume}#mine", "--quota", "13MiB", "--make-room"]) != 0
+    said = capsys.readouterr().err
+    assert "low (priority 0) could give" in said and "reserve of 256 pages" in said
+    listed = call(capsys, "namespace", "list", volume)["namespaces"]
+    assert {each["name"]: each["priority"] for each in listed} == {"low": 0, "mine": 4}
+    refused(
+        capsys, "got both", "namespace", "set", f"{volume}#low", "--reserve", "1MiB", "--reserve-pages", "1"
+    )
+    refused(capsys, "got none of them", "namespace", "set", f"{volume}#low")
+    refused(capsys, "make-room: expected --quota", *create, f"{volume}#x", *TINY, "--make-room")
+    refused(
+        capsys, "reserve: expected at most the quota", *create, f"{volume}#x", *TINY, "--quota-pages", "5",
+        "--reserve-pages", "6",
+    )  # fmt: skip
+
+
+def test_salts_and_erasures_on_the_command_line(
+    volume: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    salt = str(tmp_path / "salt")
+    made = call(capsys, "key", "generate", "--kind", "salt", "--output", salt)
+    assert (made["kind"], made["hash"], made["size_bytes"]) == ("salt", None, 32)
+    assert call(capsys, "key", "check", salt) == made
+    refused(
+        capsys, "expected no --hash", "key", "generate", "--kind", "salt", "--size", "32", "--output", salt
+    )
+    info = call(
+        capsys, "namespace", "create", f"{volume}#kv", *TINY, "--quota-pages", "100", "--salt-file", salt
+    )
+    assert len(info["salt_mark"]) == 8
+    assert call(capsys, "namespace", "show", f"{volume}#kv")["salt_mark"] == info["salt_mark"]
+    refused(
+        capsys,
+        "salt-file: /none: No such file",
+        "namespace",
+        "create",
+        f"{volume}#x",
+        *TINY,
+        "--salt-file",
+        "/none",
+    )
+    replay = ["replay", f"{volume}#kv", "--requests", "2"]
+    refused(capsys, f"of mark {info['salt_mark']}, got none; name its file with --salt-file", *replay)
+    assert call(capsys, *replay, "--salt-file", salt)["requests"] == 2
+    refused(
+        capsys,
+        "rate: expected --erase",
+        "namespace",
+        "delete",
+        f"{volume}#kv",
+        "--yes",
+        "kv",
+        "--rate",
+        "1MiB",
+    )
+    gone = call(capsys, "namespace", "delete", f"{volume}#kv", "--yes", "kv", "--erase", "--rate", "1GiB")
+    assert gone["erased_bytes"] == info["extent_bytes"]
