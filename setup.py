@@ -22,7 +22,11 @@ setup(
         "kvdev_kernels": "kernels/kvdev_kernels",
         "kvdev_tools": "tools/kvdev_tools",
     },
-    package_data={"kvdev": ["py.typed"], "spdk_rpc": ["py.typed"]},
+    package_data={
+        "kvdev": ["py.typed"],
+        "spdk_rpc": ["py.typed"],
+        "kvdev_kernels": ["hip/pages.hip", "hip/shim.h"],
+    },
     include_package_data=False,
     cffi_modules=["kvdev/csrc/build_core.py:ffibuilder"],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
