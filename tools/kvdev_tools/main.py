@@ -41,6 +41,7 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "key": ("kvdev_tools.cmd_key", "key", "Make and check secrets for authentication."),
     "drill": ("kvdev_tools.cmd_drill", "drill", "Let faults happen on a device, and watch it under reads."),
     "doctor": ("kvdev_tools.cmd_doctor", "doctor", "Check this host, and name what it lacks."),
+    "kernels": ("kvdev_tools.cmd_kernels", "kernels", "List the page kernels that this machine can run."),
     "replay": ("kvdev_tools.cmd_replay", "replay", "Offload and restore the KV pages of a request trace."),
 }
 
