@@ -264,7 +264,9 @@ def test_namespace_show_and_list_print_tables_for_people(
     call(capsys, "namespace", "create", *arguments)
     assert run(["namespace", "list", volume]) == 0
     header, row = capsys.readouterr().out.splitlines()
-    assert re.split(r"  +", header)[3:] == ["quota pages", "quota", "extent", "eviction", "state"]
+    assert re.split(r"  +", header)[3:] == [
+        *("quota pages", "quota", "reserve", "priority", "extent", "eviction", "state")
+    ]
     cells = re.split(r"  +", row.strip())
     assert cells[3:5] == ["200", "1.562 MiB"] and cells[-2:] == ["lru, after 60 s", "closed"]
     assert run(["namespace", "show", f"{volume}#kv"]) == 0
