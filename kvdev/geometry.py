@@ -27,6 +27,9 @@ DTYPE_SIZE_BYTES: dict[str, int] = {
     "fp32": 4,
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
+    # The same bits mean half as much in these (AMD gfx940 to gfx942): never one fingerprint with the others.
+    "fp8_e4m3fnuz": 1,
+    "fp8_e5m2fnuz": 1,
     "int8": 1,
     "uint8": 1,
 }
@@ -40,9 +43,9 @@ DTYPE_ALIASES: dict[str, str] = {
     "float": "fp32",
     "fp8": "fp8_e4m3",
     "float8_e4m3fn": "fp8_e4m3",
-    "float8_e4m3fnuz": "fp8_e4m3",
+    "float8_e4m3fnuz": "fp8_e4m3fnuz",
     "float8_e5m2": "fp8_e5m2",
-    "float8_e5m2fnuz": "fp8_e5m2",
+    "float8_e5m2fnuz": "fp8_e5m2fnuz",
 }
 """What engines and array libraries call them."""
 
@@ -204,6 +207,40 @@ class Geometry:
         if missing:
             raise UsageError(f"geometry: {missing[0]}: required field is missing")
         return cls(**untrusted)  # type: ignore[arg-type]  # __post_init__ checks every value
+
+    @classmethod
+    def opaque(
+        cls,
+        model_id: str,
+        *,
+        layer_count: int,
+        state_size_bytes: int,
+        revision: str = "",
+        layer_first: int = 0,
+    ) -> Geometry:
+        """The geometry of states whose bytes nobody takes apart, such as mamba's: ``state_size_bytes`` in each layer.
+
+        A page is one state; its "tokens" and "elements" are only the two factors that the size is written with.
+        """
+        _check_int("state_size_bytes", state_size_bytes, 1, HEAD_SIZE_MAX * TOKENS_PER_PAGE_MAX)
+        rows = -(-state_size_bytes // HEAD_SIZE_MAX)
+        while rows <= TOKENS_PER_PAGE_MAX and state_size_bytes % rows:
+            rows += 1
+        if rows > TOKENS_PER_PAGE_MAX:
+            raise _fail(
+                "state_size_bytes", f"a product of two numbers of at most {HEAD_SIZE_MAX}", state_size_bytes
+            )
+        return cls(
+            model_id=model_id,
+            revision=revision,
+            layer_first=layer_first,
+            layer_count=layer_count,
+            kv_head_count=1,
+            head_size=state_size_bytes // rows,
+            tokens_per_page=rows,
+            dtype="uint8",
+            attention="mla",
+        )
 
     @classmethod
     def preset(cls, name: str) -> Geometry:

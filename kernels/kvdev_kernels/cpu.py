@@ -19,6 +19,7 @@ from kvdev.native.crc import crc32c, crc32c_combine
 from kvdev.units import MIB
 from kvdev_kernels.errors import BackendUnavailableError
 from kvdev_kernels.layout import PagedLayout
+from kvdev_kernels.tensor import CPU
 
 TIER_FEATURES: dict[str, tuple[str, ...]] = {
     "vpclmul": ("avx512f", "vpclmulqdq", "pclmul", "sse4.2", "crc32"),
@@ -81,6 +82,7 @@ class CpuKernels:
     """Numba kernels of one tier; ``close`` ends its threads."""
 
     backend = "cpu-numba"
+    devices: tuple[str, ...] = (CPU,)
 
     def __init__(self, *, tier: str | None = None, thread_count: int | None = None) -> None:
         try:
@@ -124,7 +126,9 @@ class CpuKernels:
         addresses: AddressArray,
         crc32c: npt.NDArray[np.uint32] | None,
     ) -> None:
-        self._move(layout, table, addresses, crc32c, is_pack=False, is_aligned=layout.is_line_aligned)
+        self._move(
+            layout, table, addresses, crc32c, is_pack=False, is_aligned=layout.is_aligned(CACHE_LINE_BYTES)
+        )
 
     def _move(
         self,
@@ -139,39 +143,29 @@ class CpuKernels:
         page_size = layout.geometry.page_size_bytes
         page_count = len(addresses)
         total = page_size * page_count
-        is_streamed = (
-            is_aligned and layout.run_size_bytes % CACHE_LINE_BYTES == 0 and total >= STREAM_SIZE_BYTES_MIN
-        )
-        shape = np.array(
-            [
-                layout.block_stride,
-                layout.token_count,
-                layout.token_stride,
-                layout.head_count,
-                layout.head_stride,
-                layout.run_size_bytes,
-                page_size,
-                is_pack,
-                is_streamed,
-            ],
-            dtype=np.int64,
-        )
+        granule = layout.run_granule_bytes
+        is_streamed = is_aligned and granule % CACHE_LINE_BYTES == 0 and total >= STREAM_SIZE_BYTES_MIN
+        shape = np.array([page_size, granule, is_pack, is_streamed], dtype=np.int64)
         if self._zeros_crc[0] != page_size:
             self._zeros_crc = (page_size, crc32c_of_zeros(page_size))
+        classes, block_runs = layout.run_table
         out = np.empty(0, np.uint32) if checksums is None else checksums
         move = self._compiled(has_crc=checksums is not None)
 
         def part(first: int, last: int) -> None:
-            runs = np.empty((2, layout.runs_per_plane), np.int64)
+            scratch = np.empty((len(layout.classes), 2, 1 + layout.runs_per_plane), np.int64)
             state = np.empty(self._code.STATE_SIZE_BYTES + CACHE_LINE_BYTES, np.uint8)
             state_address = -(-state.ctypes.data // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
             move(
                 layout.plane_addresses,
+                layout.plane_class,
+                classes,
+                block_runs,
                 table,
                 addresses,
                 shape,
                 out,
-                runs,
+                scratch,
                 state_address,
                 np.uint32(self._zeros_crc[1]),
                 first,

@@ -30,18 +30,10 @@ PREFETCH_DISTANCE_BYTES = 4096
 TILE_SIZE_BYTES = 4096
 
 # Places in the ``shape`` array of ``move_pages``.
-(
-    BLOCK_STRIDE,
-    TOKEN_COUNT,
-    TOKEN_STRIDE,
-    HEAD_COUNT,
-    HEAD_STRIDE,
-    RUN_SIZE,
-    PAGE_SIZE,
-    IS_PACK,
-    IS_STREAMED,
-) = range(9)
-SHAPE_SIZE = 9
+PAGE_SIZE, GRANULE, IS_PACK, IS_STREAMED = range(4)
+SHAPE_SIZE = 4
+# Columns of its ``classes``: a block's stride, its first run and how many runs it has.
+BLOCK_STRIDE, RUN_FIRST, RUN_COUNT = range(3)
 
 # Decorators whose types differ between Numba's releases.
 njit: Any = numba.njit
@@ -448,11 +440,14 @@ def clear_state(typingctx: Any, state: Any) -> Any:
 
 MOVE_ARGUMENTS = (
     types.Array(types.int64, 1, "C"),
+    types.Array(types.int64, 1, "C"),
+    types.Array(types.int64, 2, "C"),
+    types.Array(types.int64, 2, "C"),
     types.Array(types.int64, 2, "C"),
     types.Array(types.uint64, 1, "C", readonly=True),
     types.Array(types.int64, 1, "C"),
     types.Array(types.uint32, 1, "C"),
-    types.Array(types.int64, 2, "C"),
+    types.Array(types.int64, 3, "C"),
     types.int64,
     types.uint32,
     types.int64,
@@ -472,45 +467,60 @@ def build_move(tier_name: str, *, has_crc: bool) -> Callable[..., None]:
 
     def move_pages(
         planes: Any,
+        plane_class: Any,
+        classes: Any,
+        block_runs: Any,
         table: Any,
         pages: Any,
         shape: Any,
         crc32c: Any,
-        runs: Any,
+        scratch: Any,
         state: Any,
         zeros_crc: Any,
         first: Any,
         last: Any,
     ) -> None:
-        """Move pages [first, last); ``runs`` and ``state`` are this caller's own scratch."""
+        """Move pages [first, last); ``scratch`` and ``state`` are this caller's own.
+
+        ``block_runs`` holds the (offset, size) of each class's runs of a block, one class after another; ``scratch``
+        takes (class, 2, runs of a page), whose first entry is the number of runs.
+        """
         is_pack = shape[IS_PACK] != 0
         is_streamed = shape[IS_STREAMED]
         page_size = shape[PAGE_SIZE]
         plane_size = page_size // planes.size
-        is_whole = shape[RUN_SIZE] % chunk == 0
+        is_whole = shape[GRANULE] % chunk == 0
         for p in range(first, last):
-            # The runs of this page in any plane, as offsets; neighbours in memory are merged.
-            count = 0
-            for block in table[p]:
-                for t in range(shape[TOKEN_COUNT]):
-                    for h in range(shape[HEAD_COUNT]):
-                        offset = (
-                            block * shape[BLOCK_STRIDE] + t * shape[TOKEN_STRIDE] + h * shape[HEAD_STRIDE]
-                        )
-                        if count > 0 and runs[0, count - 1] + runs[1, count - 1] == offset:
-                            runs[1, count - 1] += shape[RUN_SIZE]
+            # The runs of this page in the planes of each class, as offsets; neighbours in memory are merged.
+            for c in range(classes.shape[0]):
+                run_first, run_last = classes[c, RUN_FIRST], classes[c, RUN_FIRST] + classes[c, RUN_COUNT]
+                count = 0
+                end = np.int64(0)
+                for block in table[p]:
+                    at = block * classes[c, BLOCK_STRIDE]
+                    for r in range(run_first, run_last):
+                        offset = at + block_runs[0, r]
+                        if count > 0 and end == offset:
+                            scratch[c, 1, count] += block_runs[1, r]
                         else:
-                            runs[0, count] = offset
-                            runs[1, count] = shape[RUN_SIZE]
                             count += 1
-            look = 1 + PREFETCH_DISTANCE_BYTES // runs[1, 0]
+                            scratch[c, 0, count] = offset
+                            scratch[c, 1, count] = block_runs[1, r]
+                        end = offset + block_runs[1, r]
+                scratch[c, 0, 0] = count
             page = np.int64(pages[p])
             clear_state(state)
             phase = 0
             absorbed = page
             for plane in range(planes.size):
                 base = planes[plane]
-                ahead = planes[min(plane + 1, planes.size - 1)]
+                number = plane_class[plane]
+                count = scratch[number, 0, 0]
+                following_plane = min(plane + 1, planes.size - 1)
+                ahead = planes[following_plane]
+                ahead_number = plane_class[following_plane]
+                ahead_count = scratch[ahead_number, 0, 0]
+                look = 1 + PREFETCH_DISTANCE_BYTES // scratch[number, 1, 1]
                 place = page + plane * plane_size
                 end = place + plane_size
                 if not is_whole and not is_pack:
@@ -518,19 +528,19 @@ def build_move(tier_name: str, *, has_crc: bool) -> Callable[..., None]:
                     whole = (end - absorbed) // chunk * chunk
                     phase = move_bytes(tier_index, 0, with_crc, 0, absorbed, whole, state, phase, absorbed, 0)
                     absorbed += whole
-                for r in range(count):
-                    size = runs[1, r]
-                    tensor = base + runs[0, r]
+                for r in range(1, count + 1):
+                    size = scratch[number, 1, r]
+                    tensor = base + scratch[number, 0, r]
                     if not is_whole:
                         if is_pack:
                             copy_bytes(place, tensor, size)
                         else:
                             copy_bytes(tensor, place, size)
                     elif is_pack:
-                        if r + look < count:
-                            following = base + runs[0, r + look]
+                        if r + look <= count:
+                            following = base + scratch[number, 0, r + look]
                         else:
-                            following = ahead + runs[0, min(r + look - count, count - 1)]
+                            following = ahead + scratch[ahead_number, 0, min(r + look - count, ahead_count)]
                         # The last bytes of a run fetch the run that comes that much later.
                         far = max(0, size - PREFETCH_DISTANCE_BYTES)
                         for part in range(0 if far > 0 else 1, 2):

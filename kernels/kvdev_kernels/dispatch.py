@@ -18,6 +18,7 @@ from kvdev.buffers import AddressArray, Pages, page_addresses
 from kvdev.errors import UsageError
 from kvdev_kernels.errors import BackendUnavailableError, ShapeError
 from kvdev_kernels.layout import PagedLayout
+from kvdev_kernels.tensor import CPU
 
 BACKEND_VARIABLE = "KVDEV_KERNELS"
 """Environment variable that names the back end, for example ``numpy`` or ``cpu-numba:portable``."""
@@ -32,6 +33,8 @@ class Backend(Protocol):
     """What moves pages; arguments are checked, ``crc32c`` is filled in when it is there."""
 
     backend: str
+    devices: tuple[str, ...]
+    """Kinds of devices whose tensors it moves, as torch names them: ``cpu``, ``cuda``."""
 
     def pack(
         self,
@@ -89,6 +92,7 @@ class PageKernels:
             pages: where to: an array, a lease or addresses (``kvdev.buffers``), in the block table's order.
             checksums: without, nothing is computed and None returned.
         """
+        self._check_device(layout)
         addresses = _addresses(pages, layout, is_written=True)
         table = layout.check_table(block_table, len(addresses), is_written=False)
         crc = np.zeros(len(addresses), np.uint32) if checksums else None
@@ -104,6 +108,7 @@ class PageKernels:
         ``verify`` holds the expected CRC32C of each page. A page that differs was scattered all the same: the blocks
         it names, and nothing else, hold wrong bytes, and ``is_ok`` says so; whoever called must not use them.
         """
+        self._check_device(layout)
         addresses = _addresses(pages, layout, is_written=False)
         table = layout.check_table(block_table, len(addresses), is_written=True)
         if not layout.is_writable:
@@ -123,6 +128,15 @@ class PageKernels:
         is_ok = np.ones(len(addresses), np.bool_) if expected is None else crc == expected
         return UnpackResult(crc, is_ok)
 
+    def _check_device(self, layout: PagedLayout) -> None:
+        kind = layout.device.partition(":")[0]
+        if kind not in self._backend.devices:
+            raise ShapeError(
+                f"{layout.views[0].name}: device",
+                expected=f"{' or '.join(self._backend.devices)} for back end {self.backend}",
+                got=layout.device,
+            )
+
     def close(self) -> None:
         """End the back end's threads."""
         self._backend.close()
@@ -137,10 +151,14 @@ class PageKernels:
 
 
 def _addresses(pages: Pages, layout: PagedLayout, *, is_written: bool) -> AddressArray:
+    size = layout.geometry.page_size_bytes
     try:
-        return page_addresses(pages, layout.geometry.page_size_bytes, is_written=is_written)
+        addresses = page_addresses(pages, size, is_written=is_written)
     except UsageError as error:
         raise ShapeError("pages", expected="pages of this geometry", got=str(error)) from error
+    if layout.device == CPU and layout.shares_memory(addresses, size):
+        raise ShapeError("pages", expected="memory apart from the tensors'", got="a page inside a tensor")
+    return addresses
 
 
 def _open(name: str, thread_count: int | None) -> Backend:

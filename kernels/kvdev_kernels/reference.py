@@ -6,6 +6,7 @@ Not here: checks (``kvdev_kernels.dispatch`` makes them before it calls a back e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ import numpy.typing as npt
 from kvdev.buffers import AddressArray
 from kvdev.native.crc import crc32c_at
 from kvdev_kernels.layout import PagedLayout
+from kvdev_kernels.tensor import CPU
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class _Memory:
@@ -29,19 +33,36 @@ class _Memory:
         }
 
 
-def plane_view(layout: PagedLayout, plane_index: int) -> npt.NDArray[np.uint8]:
-    """One plane as bytes: (block, token, head, byte of the head)."""
+def _places(layout: PagedLayout, plane_index: int, page: int) -> Iterator[tuple[Bytes, Bytes]]:
+    """The segments of one plane as bytes: in the tensor by block, and in the page at this address by block of the page.
+
+    Both have the axes (block, tokens…, head, elements…, byte of an element).
+    """
     geometry = layout.geometry
-    row = geometry.head_size * geometry.dtype_size_bytes
-    shape = (layout.block_count, layout.block_size, geometry.kv_head_count, row)
-    strides = (layout.block_stride, *layout.row_strides, 1)
-    return np.asarray(_Memory(int(layout.plane_addresses[plane_index]), shape, strides))
+    plane_size = geometry.page_size_bytes // len(layout.planes)
+    plane = layout.planes[plane_index]
+    row = sum(part.size_bytes for part in plane.segments)
+    for part in plane.segments:
+        axes = (part.block, *part.tokens, part.head, *part.elements, (part.element_size_bytes, 1))
+        extents = [extent for extent, _ in axes]
+        tensor = np.asarray(_Memory(part.address, tuple(extents), tuple(stride for _, stride in axes)))
+        steps = [1, part.element_size_bytes]
+        for extent in reversed(extents[len(part.tokens) + 2 : -1]):
+            steps.append(steps[-1] * extent)
+        # Behind the last of the elements' steps stand whole rows: of a head, a token, a block.
+        steps[-1] = row
+        for extent in reversed(extents[1 : len(part.tokens) + 2]):
+            steps.append(steps[-1] * extent)
+        extents[0] = layout.blocks_per_page
+        address = page + plane_index * plane_size + part.offset_bytes
+        yield tensor, np.asarray(_Memory(address, tuple(extents), tuple(reversed(steps))))
 
 
 class NumpyKernels:
     """The back end ``numpy``."""
 
     backend = "numpy"
+    devices: tuple[str, ...] = (CPU,)
 
     def pack(
         self,
@@ -50,12 +71,10 @@ class NumpyKernels:
         addresses: AddressArray,
         crc32c: npt.NDArray[np.uint32] | None,
     ) -> None:
-        geometry = layout.geometry
-        planes = geometry.layer_count * geometry.planes_per_layer
         for page, blocks in zip(addresses, table, strict=True):
-            target = np.asarray(_Memory(int(page), (planes, geometry.page_size_bytes // planes), None))
-            for plane_index in range(planes):
-                target[plane_index] = plane_view(layout, plane_index)[blocks].reshape(-1)
+            for plane_index in range(len(layout.planes)):
+                for tensor, place in _places(layout, plane_index, int(page)):
+                    place[...] = tensor[blocks]
         self._checksum(layout, addresses, crc32c)
 
     def unpack(
@@ -65,14 +84,10 @@ class NumpyKernels:
         addresses: AddressArray,
         crc32c: npt.NDArray[np.uint32] | None,
     ) -> None:
-        geometry = layout.geometry
-        planes = geometry.layer_count * geometry.planes_per_layer
-        row = geometry.head_size * geometry.dtype_size_bytes
-        shape = (planes, layout.blocks_per_page, layout.block_size, geometry.kv_head_count, row)
         for page, blocks in zip(addresses, table, strict=True):
-            source = np.asarray(_Memory(int(page), shape, None))
-            for plane_index in range(planes):
-                plane_view(layout, plane_index)[blocks] = source[plane_index]
+            for plane_index in range(len(layout.planes)):
+                for tensor, place in _places(layout, plane_index, int(page)):
+                    tensor[blocks] = place
         self._checksum(layout, addresses, crc32c)
 
     def _checksum(

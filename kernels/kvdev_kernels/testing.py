@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.geometry import Geometry
-from kvdev_kernels import PagedLayout
+from kvdev_kernels.layout import FUSED_ORDERS, LMCACHE_AXES, SGLANG_HOST_AXES, PagedLayout
 
 GUARD_SIZE_BYTES = 192
 GUARD_BYTE = 0xA5
@@ -61,6 +61,12 @@ class EngineCase:
     """(tensors, layer, 0 for keys or 1 for values) -> [block, token, head, element]"""
     has_token_blocks: bool = False
     """A block is one token, as in token pools."""
+    has_page_blocks: bool = False
+    """A block is a whole page, as with opaque states."""
+
+    def block_size(self, geometry: Geometry, wanted: int) -> int:
+        """Tokens per block that this engine can have, ``wanted`` where it has the choice."""
+        return geometry.tokens_per_page if self.has_page_blocks else 1 if self.has_token_blocks else wanted
 
 
 def _per_layer(axes: str) -> Callable[[GuardedMemory, Geometry, int, int], Tensors]:
@@ -124,6 +130,153 @@ def _head_slice(memory: GuardedMemory, geometry: Geometry, blocks: int, block_si
     return [memory.array(shape, size)[:, :, :, 1 : 1 + heads] for _ in range(geometry.layer_count)]
 
 
+def _vllm_case(order: str) -> EngineCase:
+    """vLLM's layers, 4-D views of one memory in some order, always of the shape blocks, heads, tokens, content."""
+
+    def make(memory: GuardedMemory, geometry: Geometry, blocks: int, block_size: int) -> Tensors:
+        whole = _one(order)(memory, geometry, blocks, block_size)
+        return list(whole.transpose([order.index(axis) for axis in "LBHNC"]))
+
+    def plane(tensors: Any, layer: int, kv: int) -> npt.NDArray[Any]:
+        size = tensors[0].shape[-1] // 2
+        found: npt.NDArray[Any] = tensors[layer].transpose(0, 2, 1, 3)[..., kv * size : (kv + 1) * size]
+        return found
+
+    return EngineCase(f"vllm-{order}", "mha", make, PagedLayout.from_vllm, plane)
+
+
+def _inner(extent: int, geometry: Geometry) -> int:
+    """The engines' x: elements of 16 bytes where that divides."""
+    return int(np.gcd(extent, 16 // geometry.dtype_size_bytes))
+
+
+def _shuffled(value_axes: str) -> Callable[[GuardedMemory, Geometry, int, int], Tensors]:
+    def make(memory: GuardedMemory, geometry: Geometry, blocks: int, block_size: int) -> Tensors:
+        heads, size, item = geometry.kv_head_count, geometry.head_size, geometry.dtype_size_bytes
+        x = _inner(size, geometry)
+        keys = (blocks, heads, size // x, block_size, x)
+        y = _inner(block_size, geometry)
+        values = (
+            (blocks, heads, block_size // y, size, y)
+            if "n" in value_axes
+            else (blocks, heads, size, block_size)
+        )
+        return [memory.array(shape, item) for _ in range(geometry.layer_count) for shape in (keys, values)]
+
+    return make
+
+
+def _shuffled_plane(tensors: Any, layer: int, kv: int) -> npt.NDArray[Any]:
+    tensor = tensors[2 * layer + kv]
+    if tensor.ndim == 4:
+        moved: npt.NDArray[Any] = tensor.transpose(0, 3, 1, 2)
+        return moved
+    blocks, heads, outer, middle, inner = tensor.shape
+    if kv == 0:
+        keys: npt.NDArray[Any] = tensor.transpose(0, 3, 1, 2, 4).reshape(blocks, middle, heads, outer * inner)
+        return keys
+    values: npt.NDArray[Any] = tensor.transpose(0, 2, 4, 1, 3).reshape(blocks, outer * inner, heads, middle)
+    return values
+
+
+def _split_parts(geometry: Geometry) -> list[int]:
+    row = geometry.head_size * geometry.dtype_size_bytes
+    return [row - row // 3, row // 3] if row >= 3 else [row]
+
+
+def _split(memory: GuardedMemory, geometry: Geometry, blocks: int, block_size: int) -> list[Any]:
+    """Blocks of mla that keep every token's values, then every token's scales; the geometry goes with them."""
+    tensors = _per_layer("BND")(memory, geometry, blocks, block_size)
+    return [geometry, *[tensor.reshape(blocks, -1) for tensor in tensors]]
+
+
+def _split_plane(tensors: Any, layer: int, _kv: int) -> npt.NDArray[Any]:
+    geometry = tensors[0]
+    raw = np.ascontiguousarray(tensors[1 + layer]).view(np.uint8)
+    tokens = raw.shape[1] // (geometry.head_size * geometry.dtype_size_bytes)
+    parts, start = [], 0
+    for size in _split_parts(geometry):
+        parts.append(raw[:, start : start + tokens * size].reshape(len(raw), tokens, size))
+        start += tokens * size
+    return np.concatenate(parts, axis=2)[:, :, None]
+
+
+def _states(memory: GuardedMemory, geometry: Geometry, blocks: int, _block_size: int) -> list[list[Any]]:
+    """Two parts of a state, side by side in each block of one memory, as a hybrid model's cache has them."""
+    size = geometry.page_size_bytes // geometry.layer_count
+    first = size - size // 4
+    whole = [memory.array((blocks, size), 1) for _ in range(geometry.layer_count)]
+    return [[each[:, :first], each[:, first:]] if first < size else [each] for each in whole]
+
+
+def _unequal(memory: GuardedMemory, geometry: Geometry, blocks: int, block_size: int) -> Tensors:
+    """Layers that are padded differently: no two have the strides in common."""
+    heads, size = geometry.kv_head_count, geometry.dtype_size_bytes
+    return [
+        memory.array((2, blocks, block_size, heads + layer, geometry.head_size), size)[:, :, :, :heads]
+        for layer in range(geometry.layer_count)
+    ]
+
+
+def _host_case(order: str, attention: str) -> EngineCase:
+    axes = SGLANG_HOST_AXES[attention][order]
+
+    def plane(tensor: Any, layer: int, kv: int) -> npt.NDArray[Any]:
+        wanted = [axis for axis in "LKBNHD" if axis in axes]
+        moved: npt.NDArray[Any] = tensor.transpose([axes.index(axis) for axis in wanted])[layer]
+        moved = moved[kv] if attention == "mha" else moved
+        return moved if "N" in axes else moved[:, None]
+
+    return EngineCase(
+        f"sglang-host-{order}-{attention}",
+        attention,
+        _one(axes),
+        lambda g, t: PagedLayout.from_sglang_host(g, t, order),
+        plane,
+        has_token_blocks="N" not in axes,
+    )
+
+
+def _trtllm(axes: str, *, is_flat: bool) -> Callable[[GuardedMemory, Geometry, int, int], Any]:
+    def make(memory: GuardedMemory, geometry: Geometry, blocks: int, block_size: int) -> Any:
+        pool = _one(axes)(memory, geometry, blocks, block_size)
+        # What the test indexes, and what the layout is given.
+        return pool, pool.reshape(*pool.shape[:3], -1) if is_flat else pool
+
+    return make
+
+
+def _lmcache_case(memory_format: str) -> EngineCase:
+    attention = "mla" if memory_format == "KV_MLA_FMT" else "mha"
+    apart = {"KV_2LTD": "KLBHD", "KV_T2D": "BKHD", "KV_2TD": "KBHD", "KV_MLA_FMT": "HLBD"}[memory_format]
+
+    def make(memory: GuardedMemory, geometry: Geometry, blocks: int, block_size: int) -> tuple[Any, Any]:
+        if "L" not in apart:
+            layers = _per_layer(apart)(memory, geometry, blocks, block_size)
+            return layers, [layer.reshape(*layer.shape[:2], -1) for layer in layers]
+        whole = _one(apart)(memory, geometry, blocks, block_size)
+        return whole, whole if attention == "mla" else whole.reshape(*whole.shape[:3], -1)
+
+    def plane(tensors: Any, layer: int, kv: int) -> npt.NDArray[Any]:
+        whole = tensors[0]
+        found: npt.NDArray[Any] = {
+            "KV_2LTD": lambda: whole[kv, layer],
+            "KV_T2D": lambda: whole[layer][:, kv],
+            "KV_2TD": lambda: whole[layer][kv],
+            "KV_MLA_FMT": lambda: whole[:, layer].transpose(1, 0, 2),
+        }[memory_format]()
+        return found[:, None]
+
+    return EngineCase(
+        f"lmcache-{memory_format}",
+        attention,
+        make,
+        lambda g, t: PagedLayout.from_lmcache(g, t[1], memory_format),
+        plane,
+        has_token_blocks=True,
+    )
+
+
 ENGINE_CASES = [
     EngineCase(
         "vllm-nhd", "mha", _per_layer("KBNHD"), PagedLayout.from_vllm_nhd, lambda t, layer, kv: t[layer][kv]
@@ -185,8 +338,54 @@ ENGINE_CASES = [
         lambda t, layer, _kv: t[layer][:, None],
         has_token_blocks=True,
     ),
-    *(_fused_case(order, "mha") for order in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")),
+    *(_fused_case(order, "mha") for order in FUSED_ORDERS),
     _fused_case("BLNHC", "mla"),
+    *(_vllm_case(order) for order in FUSED_ORDERS),
+    EngineCase(
+        "rocm-paged",
+        "mha",
+        _shuffled("BHDN"),
+        lambda g, t: PagedLayout.from_rocm_paged(g, t[0::2], t[1::2]),
+        _shuffled_plane,
+    ),
+    EngineCase(
+        "aiter-shuffled",
+        "mha",
+        _shuffled("BHNDn"),
+        lambda g, t: PagedLayout.from_aiter_shuffled(g, t[0::2], t[1::2]),
+        _shuffled_plane,
+    ),
+    EngineCase(
+        "mla-split",
+        "mla",
+        _split,
+        lambda g, t: PagedLayout.from_mla_split(g, t[1:], _split_parts(g)),
+        _split_plane,
+    ),
+    EngineCase(
+        "states",
+        "mla",
+        _states,
+        PagedLayout.from_states,
+        lambda t, layer, _kv: np.concatenate(t[layer], axis=1)[:, None, None],
+        has_page_blocks=True,
+    ),
+    EngineCase("unequal", "mha", _unequal, PagedLayout.from_vllm_nhd, lambda t, layer, kv: t[layer][kv]),
+    *(_host_case(order, attention) for attention, orders in SGLANG_HOST_AXES.items() for order in orders),
+    *(
+        EngineCase(
+            f"trtllm-{'flat' if is_flat else 'apart'}-{attention}",
+            attention,
+            _trtllm("BLKHND" if attention == "mha" else "BLHND", is_flat=is_flat),
+            lambda g, t: PagedLayout.from_trtllm(g, t[1]),
+            lambda t, layer, kv: (t[0][:, layer, kv] if t[0].ndim == 6 else t[0][:, layer]).transpose(
+                0, 2, 1, 3
+            ),
+        )
+        for attention in ("mha", "mla")
+        for is_flat in (True, False)
+    ),
+    *(_lmcache_case(memory_format) for memory_format in LMCACHE_AXES),
 ]
 
 

@@ -58,8 +58,8 @@ def jobs(draw: st.DrawFn) -> Job:
         geometry,
         case,
         other,
-        1 if case.has_token_blocks else draw(st.sampled_from(divisors)),
-        1 if other.has_token_blocks else draw(st.sampled_from(divisors)),
+        case.block_size(geometry, draw(st.sampled_from(divisors))),
+        other.block_size(geometry, draw(st.sampled_from(divisors))),
         draw(st.integers(0, 4)),
         draw(st.sampled_from([0, 0, 4, 16, 32])),
         draw(st.sampled_from(BACKENDS)),
@@ -138,7 +138,9 @@ def test_canary_when_planes_are_swapped_then_the_bytes_differ(kernels: dict[str,
     tensors = case.make(GuardedMemory(rng), geometry, 33, 16)
     table = rng.permutation(33)[:32].reshape(1, 32)
     layout = case.layout(geometry, tensors)
-    broken = dataclasses.replace(layout, plane_addresses=layout.plane_addresses[::-1].copy())
+    broken = dataclasses.replace(
+        layout, plane_addresses=layout.plane_addresses[::-1].copy(), planes=layout.planes[::-1]
+    )
     expected = expected_pages(case, geometry, tensors, table)
     for mover in kernels.values():
         pages = np.zeros_like(expected)

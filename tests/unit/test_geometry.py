@@ -155,3 +155,21 @@ def test_preset_when_unknown_then_lists_them() -> None:
 def test_dtype_name_when_engine_word_then_ours(text: str, name: str) -> None:
     assert dtype_name(text) == name
     assert name in DTYPE_SIZE_BYTES
+
+
+def test_fp8_when_of_the_other_bias_then_another_geometry() -> None:
+    plain, fnuz = dtype_name("torch.float8_e4m3fn"), dtype_name("torch.float8_e4m3fnuz")
+    assert (plain, fnuz) == ("fp8_e4m3", "fp8_e4m3fnuz")
+    assert dtype_name("float8_e5m2fnuz") == "fp8_e5m2fnuz"
+    prints = {Geometry(**VALID, dtype=name).fingerprint() for name in (plain, fnuz)}
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize("size", [1, 4096, 65537, 16 * 8192 * 3, 65536 * 65536 // 1024])
+def test_opaque_when_any_size_then_a_page_is_that_size(size: int) -> None:
+    if size == 65537:  # a prime above the limit of one factor
+        with pytest.raises(UsageError, match="state_size_bytes: expected a product of two numbers"):
+            Geometry.opaque("m", layer_count=2, state_size_bytes=size)
+        return
+    geometry = Geometry.opaque("m", layer_count=2, state_size_bytes=size)
+    assert geometry.page_size_bytes == 2 * size and geometry.dtype == "uint8"

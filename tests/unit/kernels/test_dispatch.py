@@ -76,6 +76,60 @@ def test_pages_when_wrong_then_shape_error_and_nothing_moves(rng: np.random.Gene
     assert not read_only.any()
 
 
+def test_pages_when_they_overlap_then_refused_before_anything_is_written(rng: np.random.Generator) -> None:
+    layout, tensors = make(rng)
+    memory = np.zeros(2 * SMALL.page_size_bytes, np.uint8)
+    starts = np.array([0, SMALL.page_size_bytes - 1], np.uint64) + np.uint64(memory.ctypes.data)
+    pages = AddressedPages(starts, SMALL.page_size_bytes, memory)
+    with pytest.raises(
+        ShapeError, match=r"expected 65536 bytes of memory for each page, got 0x\w+ only 65535"
+    ):
+        pack(layout, np.arange(64), pages)
+    assert not memory.any()
+    unpack(layout, np.arange(64), pages)
+    inside = tensors[1].reshape(-1).view(np.uint8)[100 : 100 + SMALL.page_size_bytes]  # type: ignore[index]
+    for move in (pack, unpack):
+        with pytest.raises(
+            ShapeError, match="pages: expected memory apart from the tensors', got a page inside"
+        ):
+            move(layout, np.arange(32), inside.reshape(1, -1))
+
+
+class ElsewhereTensor:
+    """What torch's tensor on a device looks like to us; the memory is never touched."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], device: str) -> None:
+        self.address, self.shape, self.dtype, self.device = address, shape, "torch.bfloat16", device
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def element_size(self) -> int:
+        return 2
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(int(np.prod(self.shape[i + 1 :])) for i in range(len(self.shape)))
+
+
+def test_tensors_when_on_another_device_then_refused_before_anything_moves() -> None:
+    shape = (2, 40, 16, 2, 8)
+    size = 2 * int(np.prod(shape))
+    remote = [ElsewhereTensor(1 << 40, shape, "cuda:0"), ElsewhereTensor((1 << 40) + size, shape, "cuda:0")]
+    layout = PagedLayout.from_vllm_nhd(SMALL, remote)
+    assert layout.device == "cuda:0"
+    pages = np.zeros((1, SMALL.page_size_bytes), np.uint8)
+    for backend in ("numpy", "cpu-numba"):
+        with pytest.raises(ShapeError, match=rf"device: expected cpu for back end {backend}, got cuda:0"):
+            PageKernels(backend).pack(layout, np.arange(32), pages)
+        with pytest.raises(ShapeError, match="device: expected cpu"):
+            PageKernels(backend).unpack(layout, np.arange(32), pages)
+    remote[1].device = "cuda:1"
+    with pytest.raises(
+        ShapeError, match=r"tensors\[1\]: device: expected cuda:0 as tensors\[0\], got cuda:1"
+    ):
+        PagedLayout.from_vllm_nhd(SMALL, remote)
+
+
 def test_unpack_when_tensors_are_read_only_then_refused(rng: np.random.Generator) -> None:
     tensors = NHD.make(GuardedMemory(rng), SMALL, 40, 16)
     for tensor in tensors:

@@ -86,7 +86,10 @@ def test_mla_then_one_plane_per_layer() -> None:
         ([t[..., ::-1] for t in nhd()], "element stride"),
         ([t[:, ::-1] for t in nhd()], "block stride: expected at least 2 bytes.*got -4096"),
         ([np.broadcast_to(t[:, :1], (2, 10, 16, 4, 32)) for t in nhd()], "block stride.*got 0 bytes"),
-        ([nhd()[0], nhd(shape=(2, 11, 16, 4, 32))[0]], r"tensors\[1\]: block extent and stride"),
+        (
+            [nhd()[0], nhd(shape=(2, 11, 16, 4, 32))[0]],
+            r"tensors\[1\]: block extent: expected 10 as tensors\[0\], got 11",
+        ),
         ([nhd()[0]] * 2, "distinct memory for every layer"),
         ([b"abc", b"def"], r"tensors\[0\]: expected a NumPy array or torch tensor, got bytes"),
     ],
@@ -157,3 +160,133 @@ def test_table_when_block_named_twice_then_refused_for_writing_only() -> None:
     assert layout.check_table(table, 1, is_written=False).tolist() == table
     with pytest.raises(ShapeError, match="every block once, got block 7 twice"):
         layout.check_table(table, 1, is_written=True)
+
+
+def whole(order: str, geometry: Geometry = MHA, blocks: int = 6, tokens: int = 16) -> np.ndarray[Any, Any]:
+    extents = {"L": geometry.layer_count, "B": blocks, "H": geometry.kv_head_count, "N": tokens, "C": 64}
+    return np.zeros([extents[axis] for axis in order], np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("order", "run", "tokens", "heads"),
+    [
+        ("LBHNC", 64, 16, 4),
+        ("LBNHC", 64, 16, 4),
+        ("LHBNC", 64, 16, 4),
+        ("BLHNC", 64, 16, 4),
+        ("BLNHC", 64, 16, 4),
+        ("BHLNC", 64, 16, 4),
+    ],
+)
+def test_vllm_layers_when_views_of_one_memory_then_as_the_whole(
+    order: str, run: int, tokens: int, heads: int
+) -> None:
+    tensor = whole(order)
+    layers = list(tensor.transpose([order.index(axis) for axis in "LBHNC"]))
+    from_views, fused = PagedLayout.from_vllm(MHA, layers), PagedLayout.from_fused(MHA, tensor, order)
+    for layout in (from_views, fused):
+        assert (layout.run_size_bytes, layout.token_count, layout.head_count) == (run, tokens, heads)
+        assert layout.is_regular and len(layout.classes) == 1
+    assert from_views.plane_addresses.tolist() == fused.plane_addresses.tolist()
+    assert from_views.block_stride == fused.block_stride
+
+
+def test_runs_when_layout_is_regular_then_both_descriptions_agree() -> None:
+    for tensors, axes in ((nhd(), "KBNHD"), (nhd(shape=(2, 10, 4, 16, 32)), "KBHND")):
+        layout = PagedLayout.from_axes(MHA, tensors, axes)
+        expected = [
+            token * layout.token_stride + head * layout.head_stride
+            for token in range(layout.token_count)
+            for head in range(layout.head_count)
+        ]
+        assert layout.classes[0].offsets.tolist() == expected
+        assert set(layout.classes[0].sizes.tolist()) == {layout.run_size_bytes}
+
+
+def test_rocm_paged_then_runs_of_x_elements_and_single_values() -> None:
+    keys = [np.zeros((6, 4, 4, 16, 8), np.uint16) for _ in range(2)]
+    values = [np.zeros((6, 4, 32, 16), np.uint16) for _ in range(2)]
+    layout = PagedLayout.from_rocm_paged(MHA, keys, values)
+    assert not layout.is_regular and layout.plane_class.tolist() == [0, 1, 0, 1]
+    assert {int(size) for size in layout.classes[0].sizes} == {16}
+    assert {int(size) for size in layout.classes[1].sizes} == {2}
+    assert (layout.run_granule_bytes, layout.run_size_bytes) == (2, 2)
+    with pytest.raises(ShapeError, match="value_caches: expected 2"):
+        PagedLayout.from_rocm_paged(MHA, keys, values[:1])
+    with pytest.raises(ShapeError, match=r"tensors\[0\]: element extent: expected 32, got 24"):
+        PagedLayout.from_rocm_paged(MHA, [key[:, :, :3] for key in keys], values)
+
+
+def test_mla_when_values_and_scales_are_apart_then_two_runs_per_token() -> None:
+    geometry = dataclasses.replace(MLA, head_size=132, dtype="uint8")
+    caches = [np.zeros((10, 64 * 132), np.uint8) for _ in range(2)]
+    layout = PagedLayout.from_mla_split(geometry, caches, (128, 4))
+    assert layout.classes[0].offsets[:4].tolist() == [0, 64 * 128, 128, 64 * 128 + 4]
+    assert layout.classes[0].sizes[:4].tolist() == [128, 4, 128, 4]
+    with pytest.raises(ShapeError, match=r"part_sizes_bytes: expected parts of mla's row of 132 bytes"):
+        PagedLayout.from_mla_split(geometry, caches, (128, 8))
+
+
+def test_groups_of_a_hybrid_model_when_they_share_memory_then_each_has_its_own_layout() -> None:
+    memory = np.zeros((2, 12, 16384), np.uint8)
+    full = dataclasses.replace(MHA, tokens_per_page=32)
+    sliding = dataclasses.replace(full, kv_head_count=2, kv_head_total=2)
+    one = PagedLayout.from_axes(full, [t.view(np.uint16).reshape(12, 2, 32, 4, 32) for t in memory], "BKNHD")
+    two = PagedLayout.from_axes(
+        sliding, [t[:, :8192].view(np.uint16).reshape(12, 2, 32, 2, 32) for t in memory], "BKNHD"
+    )
+    assert one.block_stride == two.block_stride == 16384
+    state = Geometry.opaque("m", layer_count=2, state_size_bytes=16000)
+    three = PagedLayout.from_states(state, [[t[:, :1000], t[:, 1000:16000]] for t in memory])
+    assert (three.blocks_per_page, three.runs_per_plane, three.block_stride) == (1, 1, 16384)
+
+
+def test_states_when_wrong_then_shape_error() -> None:
+    geometry = Geometry.opaque("m", layer_count=1, state_size_bytes=600)
+    with pytest.raises(ShapeError, match=r"states\[0\]: expected 600 bytes per block, got 500"):
+        PagedLayout.from_states(geometry, [[np.zeros((4, 500), np.uint8)]])
+    with pytest.raises(ShapeError, match="block stride: expected 500 bytes for every part"):
+        PagedLayout.from_states(geometry, [[np.zeros((4, 500), np.uint8), np.zeros((4, 100), np.uint8)]])
+    with pytest.raises(ShapeError, match="state stride"):
+        PagedLayout.from_states(geometry, [[np.zeros((4, 30, 40), np.uint8)[:, :, :20]]])
+
+
+def test_heads_when_cut_out_then_the_other_heads_are_apart() -> None:
+    layout = PagedLayout.from_vllm_nhd(MHA, nhd())
+    half = layout.heads(2, 2)
+    assert (half.geometry.kv_head_first, half.geometry.kv_head_count, half.geometry.kv_head_total) == (
+        2,
+        2,
+        4,
+    )
+    assert half.plane_addresses.tolist() == (layout.plane_addresses + 2 * 64).tolist()
+    assert (half.run_size_bytes, half.token_count) == (128, 16)
+    for first, count in ((0, 0), (3, 2), (-1, 1), (1.0, 1)):
+        with pytest.raises(ShapeError, match="heads: expected a part of the 4 KV heads"):
+            layout.heads(first, count)  # type: ignore[arg-type]
+
+
+def test_tensors_when_they_share_memory_then_shape_error() -> None:
+    memory = np.zeros((10, 3, 16, 4, 64), np.uint16)
+    PagedLayout.from_vllm(MHA, [memory[:, 0], memory[:, 2]], "BNHC")
+    with pytest.raises(ShapeError, match=r"tensors\[1\]: memory: expected apart from tensors\[0\]"):
+        flat = memory.reshape(10, -1)
+        layers = [flat[:, start : start + 4096].reshape(10, 16, 4, 64) for start in (0, 64)]
+        PagedLayout.from_vllm(MHA, layers, "BNHC")
+
+
+def test_axes_when_merged_or_taken_apart_wrongly_then_shape_error() -> None:
+    flat = [np.zeros((2, 10, 16, 128), np.uint16)] * 2
+    for axes in ("KBN(HD", "KB(NH)D)", "KBN()D", "KB(NB)D", "KBHDn", "KBNHd", "KB(Nn)HD"):
+        with pytest.raises(ShapeError, match="axes"):
+            PagedLayout.from_axes(MHA, flat, axes)
+    with pytest.raises(ShapeError, match="KV head x element extent: expected 128, got 127"):
+        PagedLayout.from_axes(MHA, [each[..., :127] for each in flat], "KBN(HD)")
+    with pytest.raises(
+        ShapeError, match="token in block x element extent: expected a multiple of 576, got 600"
+    ):
+        PagedLayout.from_axes(MLA, [np.zeros((10, 600), np.uint16)] * 2, "B(ND)")
+    with pytest.raises(ShapeError, match="order"):
+        PagedLayout.from_sglang_host(MHA, flat[0], "page_last")
+    with pytest.raises(ShapeError, match="memory_format"):
+        PagedLayout.from_lmcache(MHA, flat[0], "BINARY")

@@ -46,7 +46,7 @@ def test_torch_tensors_when_permuted_or_sliced_then_strides_count() -> None:
 def test_torch_tensors_when_wrong_then_shape_error() -> None:
     with pytest.raises(ShapeError, match=r"dtype: expected bf16.*got float16"):
         PagedLayout.from_vllm_nhd(GEOMETRY, [torch.zeros((2, 20, 16, 2, 64), dtype=torch.float16)] * 2)
-    with pytest.raises(ShapeError, match="device: expected cpu, got meta"):
+    with pytest.raises(ShapeError, match="device: expected a device with memory, got meta"):
         PagedLayout.from_vllm_nhd(
             GEOMETRY, [torch.zeros((2, 20, 16, 2, 64), dtype=torch.bfloat16, device="meta")] * 2
         )

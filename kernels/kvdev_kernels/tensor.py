@@ -1,0 +1,115 @@
+"""Tensors: address, shape, strides and device of what a caller holds, seen without a copy and without importing torch.
+
+Not here: what the axes mean (``kvdev_kernels.axes``).
+Trust: tensors are the caller's; raises only ShapeError for what is none or has no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvdev.errors import UsageError
+from kvdev.geometry import dtype_name
+from kvdev_kernels.errors import ShapeError
+
+CPU = "cpu"
+
+# Unsigned integers that engines and NumPy use for elements they have no type for (bfloat16, float8).
+RAW_DTYPES = {"uint8": 1, "uint16": 2, "uint32": 4}
+
+_TORCH_METHODS = ("data_ptr", "stride", "element_size", "dtype", "shape")
+# DLPack's numbers of devices whose memory a processor reaches: plain and pinned, the latter by CUDA's and ROCm's word.
+_DLPACK_HOST_DEVICES = (1, 3, 11)
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """What a layout needs of a tensor; ``owner`` keeps its memory alive."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    element_size_bytes: int
+    dtype: str
+    device: str
+    """``cpu``, or the device as torch writes it, for example ``cuda:0`` (ROCm's devices have that name too)."""
+    is_writable: bool
+    owner: object
+
+
+def view_of(tensor: Any, name: str) -> TensorView:
+    """A NumPy array, anything with torch's tensor methods, or anything with DLPack in memory the processor reaches."""
+    if isinstance(tensor, np.ndarray):
+        return TensorView(
+            name,
+            int(tensor.__array_interface__["data"][0]),
+            tensor.shape,
+            tensor.strides,
+            tensor.itemsize,
+            tensor.dtype.name,
+            CPU,
+            bool(tensor.flags.writeable),
+            tensor,
+        )
+    if all(hasattr(tensor, method) for method in _TORCH_METHODS):
+        size = int(tensor.element_size())
+        device = getattr(tensor, "device", CPU)
+        address = int(tensor.data_ptr())
+        if address == 0 and all(int(extent) for extent in tensor.shape):
+            raise ShapeError(f"{name}: device", expected="a device with memory", got=device)
+        return TensorView(
+            name,
+            address,
+            tuple(int(extent) for extent in tensor.shape),
+            tuple(int(stride) * size for stride in tensor.stride()),
+            size,
+            str(tensor.dtype).rpartition(".")[2],
+            CPU if str(device).partition(":")[0] == CPU else str(device),
+            True,
+            tensor,
+        )
+    if hasattr(tensor, "__dlpack__"):
+        return view_of(_from_dlpack(tensor, name), name)
+    raise ShapeError(name, expected="a NumPy array or torch tensor", got=type(tensor).__name__)
+
+
+def _from_dlpack(tensor: Any, name: str) -> Any:
+    kind = tensor.__dlpack_device__()[0] if hasattr(tensor, "__dlpack_device__") else 1
+    if int(kind) not in _DLPACK_HOST_DEVICES:
+        raise ShapeError(
+            f"{name}: device",
+            expected="memory the processor reaches, or a torch tensor of that device",
+            got=f"DLPack device {int(kind)}",
+        )
+    try:
+        return np.from_dlpack(tensor)
+    except (BufferError, TypeError, RuntimeError) as error:
+        raise ShapeError(name, expected="a tensor in CPU memory", got=str(error)) from error
+
+
+def check_dtype(view: TensorView, dtype: str, size_bytes: int) -> None:
+    """Raise ShapeError unless the elements are of this type, or raw integers of its size."""
+    try:
+        matches = dtype_name(view.dtype) == dtype
+    except UsageError:
+        matches = False
+    if not matches and RAW_DTYPES.get(view.dtype) != size_bytes:
+        raise ShapeError(
+            f"{view.name}: dtype",
+            expected=f"{dtype} or unsigned integers of {size_bytes} bytes",
+            got=view.dtype,
+        )
+
+
+def check_one_device(views: list[TensorView]) -> str:
+    """The device of all of them; ShapeError names the first that is elsewhere."""
+    for view in views:
+        if view.device != views[0].device:
+            raise ShapeError(
+                f"{view.name}: device", expected=f"{views[0].device} as {views[0].name}", got=view.device
+            )
+    return views[0].device
