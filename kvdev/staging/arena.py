@@ -94,13 +94,31 @@ class Arena:
     """One populated piece of staging memory, handed out in leases of whole pages.
 
     ``is_shareable`` insists on a memfd, so that ``fd`` can be passed to another process, even where only other
-    memory gets huge pages. The attribute ``backing`` says what was granted, ``hugetlb-2MiB``, ``thp`` or
-    ``4KiB``; the argument insists on one of them.
+    memory gets huge pages. The attribute ``backing`` says what was granted, ``hugetlb-1GiB``, ``hugetlb-2MiB``,
+    ``thp`` or ``4KiB``; the argument insists on one of them. ``numa_node`` has all of the memory on that node:
+    ``numa_node_of_pci`` tells the one next to a GPU or NIC. ``is_locked`` keeps it from being swapped.
+    When its process ends, however it ends, so do the arena and its leases; other processes that were given the fd
+    keep the memory until they close it.
     """
 
-    def __init__(self, size_bytes: int, *, is_shareable: bool = False, backing: str = BACKING_AUTO) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        *,
+        is_shareable: bool = False,
+        backing: str = BACKING_AUTO,
+        numa_node: int | None = None,
+        is_locked: bool = False,
+    ) -> None:
         check_size_bytes(size_bytes)
-        mapping = map_memory(size_bytes, is_shareable=is_shareable, backing=backing)
+        mapping = map_memory(
+            size_bytes,
+            is_shareable=is_shareable,
+            backing=backing,
+            numa_node=numa_node,
+            is_locked=is_locked,
+        )
+        self.numa_node = numa_node
         self.size_bytes = mapping.size_bytes
         self.address = mapping.address
         self.backing = mapping.backing

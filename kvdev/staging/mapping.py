@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +20,36 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.errors import CapacityError, UnsupportedError, UsageError
-from kvdev.units import MIB, format_size
+from kvdev.units import GIB, MIB, format_size
 
 HUGE_PAGE_SIZE_BYTES = 2 * MIB
 SMALL_PAGE_SIZE_BYTES = 4096
 
+GIGANTIC_PAGE_SIZE_BYTES = GIB
+
+BACKING_GIGANTIC = "hugetlb-1GiB"
 BACKING_HUGETLB = "hugetlb-2MiB"
 BACKING_THP = "thp"
 BACKING_SMALL = "4KiB"
 BACKING_AUTO = "auto"
-BACKINGS = (BACKING_AUTO, BACKING_HUGETLB, BACKING_THP, BACKING_SMALL)
+BACKINGS = (BACKING_AUTO, BACKING_GIGANTIC, BACKING_HUGETLB, BACKING_THP, BACKING_SMALL)
 
 # Left to the system when an arena's size is checked against the memory that is available.
 MEMORY_RESERVE_BYTES = 128 * MIB
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB, _MFD_HUGE_2MB = 0x1, 0x2, 0x4, 21 << 26
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB = 0x1, 0x2, 0x4
+_MFD_HUGE_SHIFT = 26
 _F_ADD_SEALS = 1033
 _SEAL_SIZE = 0x1 | 0x2 | 0x4
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: nobody who is given the descriptor can cut the memory under us."""
 _MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
+_MPOL_BIND = 2
+_SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+_NODE_WORD_BITS = 64
+_NODE_COUNT_MAX = 1024
+"""As many as Linux can be built for."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,6 +66,9 @@ _libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.restype = ctypes.c_int
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mlock.restype = ctypes.c_int
+_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.syscall.restype = ctypes.c_long
 
 
 class Mapping:
@@ -77,33 +91,62 @@ class Mapping:
         return np.asarray(self)
 
 
-def map_memory(size_bytes: int, *, is_shareable: bool, backing: str = BACKING_AUTO) -> Mapping:
+@dataclass(frozen=True)
+class _Wish:
+    """What else is asked of a mapping, done between mapping and populating and behind it."""
+
+    numa_node: int | None
+    is_locked: bool
+
+
+def map_memory(
+    size_bytes: int,
+    *,
+    is_shareable: bool,
+    backing: str = BACKING_AUTO,
+    numa_node: int | None = None,
+    is_locked: bool = False,
+) -> Mapping:
     """Map and populate memory, on huge pages where there are any.
 
-    ``backing`` auto tries in this order: a memfd on reserved 2 MiB pages; a memfd on transparent huge pages where
-    this machine grants them to shared memory; unless ``is_shareable``, anonymous memory on transparent huge
-    pages; a memfd on 4 KiB pages. Another ``backing`` is that or UnsupportedError.
+    ``backing`` auto tries in this order: a memfd on reserved 1 GiB pages where the size is a multiple of that, and on
+    reserved 2 MiB pages; a memfd on transparent huge pages where this machine grants them to shared memory; unless
+    ``is_shareable``, anonymous memory on transparent huge pages; a memfd on 4 KiB pages. Another ``backing`` is that
+    or UnsupportedError. ``numa_node`` places all of it on one node, ``is_locked`` keeps it from being swapped.
     Raises CapacityError with the arithmetic, before anything is mapped, when the memory is not there.
     """
     if backing not in BACKINGS:
         raise UsageError(f"staging arena: backing: expected one of {', '.join(BACKINGS)}, got {backing!r}")
+    wish = _Wish(_checked_node(numa_node), is_locked)
+    for name, page_size in (
+        (BACKING_GIGANTIC, GIGANTIC_PAGE_SIZE_BYTES),
+        (BACKING_HUGETLB, HUGE_PAGE_SIZE_BYTES),
+    ):
+        whole = -(-size_bytes // page_size) * page_size
+        # Nobody who did not ask for it pays for up to 1 GiB that is not used.
+        if backing == name or (backing == BACKING_AUTO and (page_size < GIB or whole == size_bytes)):
+            mapping = _map_hugetlb(whole, page_size, name, wish)
+            if mapping is not None:
+                return mapping
+            if backing == name:
+                raise CapacityError(
+                    f"staging arena: backing: expected {format_size(whole)} of free {format_size(page_size)} huge "
+                    f"pages{_on_node(numa_node)}, this machine has {_huge_pages(page_size)} pages; "
+                    + (
+                        "raise vm.nr_hugepages or use backing auto"
+                        if page_size < GIB
+                        else "reserve them with hugepagesz=1G hugepages=N on the kernel's command line, or in "
+                        f"{_huge_pages_folder(page_size)}/nr_hugepages, or use backing auto"
+                    )
+                )
     size_bytes = -(-size_bytes // HUGE_PAGE_SIZE_BYTES) * HUGE_PAGE_SIZE_BYTES
-    if backing in (BACKING_AUTO, BACKING_HUGETLB):
-        mapping = _map_hugetlb(size_bytes)
-        if mapping is not None:
-            return mapping
-        if backing == BACKING_HUGETLB:
-            raise CapacityError(
-                f"staging arena: backing: expected {format_size(size_bytes)} of free 2 MiB huge pages, "
-                f"/proc/meminfo has {_meminfo('HugePages_Free')} pages; raise vm.nr_hugepages or use backing auto"
-            )
     _check_available(size_bytes)
     if backing == BACKING_SMALL:
-        return _map_memfd(size_bytes, advice=None)
+        return _map_memfd(size_bytes, wish, advice=None)
     if is_shareable or _shmem_grants_huge_pages():
-        mapping = _map_memfd(size_bytes, advice=_MADV_HUGEPAGE)
+        mapping = _map_memfd(size_bytes, wish, advice=_MADV_HUGEPAGE)
     else:
-        mapping = _map_anonymous(size_bytes)
+        mapping = _map_anonymous(size_bytes, wish)
     if backing not in (BACKING_AUTO, mapping.backing):
         raise UnsupportedError(
             f"staging arena: backing: expected {backing}, this machine grants {mapping.backing}; see "
@@ -111,6 +154,89 @@ def map_memory(size_bytes: int, *, is_shareable: bool, backing: str = BACKING_AU
             feature="transparent huge pages",
         )
     return mapping
+
+
+def numa_node_of_pci(address: str, *, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The NUMA node next to a PCI device such as a GPU or NIC (``0000:c1:00.0``), None where the machine has none."""
+    try:
+        node = int((root / address / "numa_node").read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"numa node: pci address: expected a device below {root}, got {address!r}"
+        ) from error
+    return node if node >= 0 else None
+
+
+def numa_nodes() -> list[int]:
+    """The NUMA nodes of this machine that have memory."""
+    for name in ("has_memory", "online"):
+        try:
+            text = (Path("/sys/devices/system/node") / name).read_text().strip()
+        except OSError:
+            continue
+        return parse_list(text)
+    return [0]
+
+
+def parse_list(text: str) -> list[int]:
+    """Linux's lists of numbers, as in ``0-3,8``."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _checked_node(node: int | None) -> int | None:
+    if node is None:
+        return None
+    nodes = numa_nodes()
+    if isinstance(node, bool) or not isinstance(node, int) or node not in nodes or node >= _NODE_COUNT_MAX:
+        listed = ", ".join(str(each) for each in nodes)
+        raise UsageError(f"staging arena: numa_node: expected one of {listed}, got {node!r}")
+    return node
+
+
+def _on_node(node: int | None) -> str:
+    return "" if node is None else f" on NUMA node {node}"
+
+
+def _place(mapping: Mapping, wish: _Wish) -> None:
+    """Have the pages come from the wished node when they are populated."""
+    if wish.numa_node is None:
+        return
+    number = _SYS_MBIND.get(os.uname().machine)
+    words = (ctypes.c_uint64 * (_NODE_COUNT_MAX // _NODE_WORD_BITS))()
+    words[wish.numa_node // _NODE_WORD_BITS] = 1 << (wish.numa_node % _NODE_WORD_BITS)
+    arguments = [
+        mapping.address,
+        mapping.size_bytes,
+        _MPOL_BIND,
+        ctypes.addressof(words),
+        _NODE_COUNT_MAX + 1,
+        0,
+    ]
+    if number is None or _libc.syscall(number, *[ctypes.c_ulong(value) for value in arguments]) != 0:
+        reason = os.strerror(ctypes.get_errno()) if number else f"unknown machine {os.uname().machine}"
+        raise UnsupportedError(
+            f"staging arena: numa_node: memory cannot be bound to node {wish.numa_node}: {reason}; a container needs "
+            f"mbind in its seccomp profile (SYS_NICE), or leave numa_node out",
+            feature="mbind",
+        )
+
+
+def _lock(mapping: Mapping, wish: _Wish) -> None:
+    if not wish.is_locked or _libc.mlock(mapping.address, mapping.size_bytes) == 0:
+        return
+    number = ctypes.get_errno()
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    told = "unlimited" if limit == resource.RLIM_INFINITY else format_size(limit)
+    raise CapacityError(
+        f"staging arena: is_locked: {format_size(mapping.size_bytes)} cannot be locked, the limit of locked memory "
+        f"(RLIMIT_MEMLOCK) is {told}: {os.strerror(number)}; raise it with ulimit -l, LimitMEMLOCK= of a systemd unit "
+        f"or --ulimit memlock=-1 of the container, or use reserved huge pages, which are never swapped"
+    )
 
 
 def _check_available(size_bytes: int) -> None:
@@ -169,30 +295,45 @@ def _shmem_grants_huge_pages() -> bool:
     return False
 
 
-def _map_hugetlb(size_bytes: int) -> Mapping | None:
-    free_pages = _meminfo("HugePages_Free") - _meminfo("HugePages_Rsvd")
-    if free_pages * HUGE_PAGE_SIZE_BYTES < size_bytes or _meminfo("Hugepagesize") != HUGE_PAGE_SIZE_BYTES:
+def _huge_pages_folder(page_size: int) -> Path:
+    return Path(f"/sys/kernel/mm/hugepages/hugepages-{page_size // 1024}kB")
+
+
+def _huge_pages(page_size: int) -> int:
+    """Reserved huge pages of one size that are free and promised to nobody."""
+    counts = []
+    for name in ("free_hugepages", "resv_hugepages"):
+        try:
+            counts.append(int((_huge_pages_folder(page_size) / name).read_text()))
+        except (OSError, ValueError):
+            return 0
+    return max(0, counts[0] - counts[1])
+
+
+def _map_hugetlb(size_bytes: int, page_size: int, backing: str, wish: _Wish) -> Mapping | None:
+    if _huge_pages(page_size) * page_size < size_bytes:
         return None
+    size_code = (page_size.bit_length() - 1) << _MFD_HUGE_SHIFT
     try:
-        fd = os.memfd_create(
-            "kvdev-staging", _MFD_CLOEXEC | _MFD_ALLOW_SEALING | _MFD_HUGETLB | _MFD_HUGE_2MB
-        )
+        fd = os.memfd_create("kvdev-staging", _MFD_CLOEXEC | _MFD_ALLOW_SEALING | _MFD_HUGETLB | size_code)
     except OSError:
         return None
     try:
         os.ftruncate(fd, size_bytes)
         # mmap reserves the pages, so running out shows here and not as a signal at the first access.
-        address = _mmap_aligned(size_bytes, fd)
+        address = _mmap_aligned(size_bytes, fd, page_size)
     except OSError:
         os.close(fd)
         return None
     _seal(fd)
-    mapping = Mapping(address, size_bytes, fd, BACKING_HUGETLB)
+    mapping = Mapping(address, size_bytes, fd, backing)
+    _place(mapping, wish)
     _populate(mapping)
+    _lock(mapping, wish)
     return mapping
 
 
-def _map_memfd(size_bytes: int, *, advice: int | None) -> Mapping:
+def _map_memfd(size_bytes: int, wish: _Wish, *, advice: int | None) -> Mapping:
     fd = os.memfd_create("kvdev-staging", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
@@ -204,7 +345,9 @@ def _map_memfd(size_bytes: int, *, advice: int | None) -> Mapping:
     mapping = Mapping(address, size_bytes, fd, BACKING_SMALL)
     if advice is not None:
         _libc.madvise(address, size_bytes, advice)
+    _place(mapping, wish)
     _populate(mapping)
+    _lock(mapping, wish)
     mapping.backing = _measured_backing(mapping)
     return mapping
 
@@ -214,7 +357,7 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)
 
 
-def _map_anonymous(size_bytes: int) -> Mapping:
+def _map_anonymous(size_bytes: int, wish: _Wish) -> Mapping:
     try:
         address = _mmap_aligned(size_bytes, None)
     except OSError as error:
@@ -223,7 +366,9 @@ def _map_anonymous(size_bytes: int) -> Mapping:
     _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
     # Copy on write after a fork would move pages that a device or a C thread writes to.
     _libc.madvise(address, size_bytes, _MADV_DONTFORK)
+    _place(mapping, wish)
     _populate(mapping)
+    _lock(mapping, wish)
     mapping.backing = _measured_backing(mapping)
     return mapping
 
@@ -234,11 +379,11 @@ def _map_error(size_bytes: int, error: OSError) -> CapacityError:
     )
 
 
-def _mmap_aligned(size_bytes: int, fd: int | None) -> int:
-    """Map at a 2 MiB boundary, which transparent huge pages need: reserve more, map inside, give back the rest."""
-    span = size_bytes + HUGE_PAGE_SIZE_BYTES
+def _mmap_aligned(size_bytes: int, fd: int | None, alignment: int = HUGE_PAGE_SIZE_BYTES) -> int:
+    """Map at a boundary of huge pages, which transparent ones need: reserve more, map inside, give back the rest."""
+    span = size_bytes + alignment
     base = _mmap(None, span, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-    address = -(-base // HUGE_PAGE_SIZE_BYTES) * HUGE_PAGE_SIZE_BYTES
+    address = -(-base // alignment) * alignment
     flags = _MAP_FIXED | (_MAP_SHARED if fd is not None else _MAP_PRIVATE | _MAP_ANONYMOUS)
     try:
         _mmap(address, size_bytes, _PROT_READ_WRITE, flags, -1 if fd is None else fd)

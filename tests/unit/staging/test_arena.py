@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +17,8 @@ import pytest
 
 from kvdev.buffers import page_addresses
 from kvdev.errors import CapacityError, UnsupportedError, UsageError
-from kvdev.staging import Arena
-from kvdev.staging.mapping import available_memory_bytes
+from kvdev.staging import Arena, numa_node_of_pci, numa_nodes
+from kvdev.staging.mapping import available_memory_bytes, parse_list
 from kvdev.units import MIB
 
 
@@ -259,3 +261,118 @@ def test_leases_when_many_threads_then_none_overlap() -> None:
             thread.join(30)
         assert not failures
         assert arena.free_bytes == arena.size_bytes
+
+
+def test_arena_when_gigantic_pages_asked_then_those_or_the_remedy() -> None:
+    try:
+        arena = Arena(3 * MIB, backing="hugetlb-1GiB")
+    except CapacityError as error:
+        assert "expected 1 GiB of free 1 GiB huge pages" in str(error)
+        assert "hugepagesz=1G" in str(error)
+        return
+    with arena:
+        assert (arena.backing, arena.size_bytes) == ("hugetlb-1GiB", 1024 * MIB)
+        assert arena.address % (1024 * MIB) == 0
+
+
+def test_arena_when_placed_on_a_numa_node_then_its_pages_are_there() -> None:
+    node = numa_nodes()[0]
+    for is_shareable in (False, True):
+        try:
+            arena = Arena(4 * MIB, numa_node=node, is_shareable=is_shareable)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+        with arena:
+            start = f"{arena.address:x} "
+            maps = Path("/proc/self/numa_maps").read_text().splitlines()
+            words = next(line for line in maps if line.startswith(start)).split()
+            assert f"bind:{node}" in words
+            assert {word.partition("=")[0] for word in words if re.match(r"N\d+=", word)} == {f"N{node}"}
+
+
+@pytest.mark.parametrize("node", [-1, 1023, 10**6, True, "0"])
+def test_arena_when_numa_node_is_wrong_then_refused_with_the_nodes_there_are(node: int) -> None:
+    before = mapping_count()
+    with pytest.raises(UsageError, match=r"numa_node: expected one of 0.*, got"):
+        Arena(2 * MIB, numa_node=node)
+    assert mapping_count() == before
+
+
+def test_numa_node_when_of_a_pci_device_then_sysfs_tells(tmp_path: Path) -> None:
+    for name, text in (("0000:01:00.0", "1\n"), ("0000:02:00.0", "-1\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numa_node").write_text(text)
+    assert numa_node_of_pci("0000:01:00.0", root=tmp_path) == 1
+    assert numa_node_of_pci("0000:02:00.0", root=tmp_path) is None
+    with pytest.raises(UsageError, match="pci address: expected a device below"):
+        numa_node_of_pci("0000:03:00.0", root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("0", [0]), ("0-2,5", [0, 1, 2, 5]), ("", []), ("3,7-7", [3, 7])]
+)
+def test_list_when_of_the_kernel_then_its_numbers(text: str, numbers: list[int]) -> None:
+    assert parse_list(text) == numbers
+
+
+def test_arena_when_locked_then_its_pages_are() -> None:
+    def locked_kib() -> int:
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in status if line.startswith("VmLck"))
+
+    before = locked_kib()
+    try:
+        arena = Arena(2 * MIB, backing="4KiB", is_locked=True)
+    except CapacityError as error:
+        pytest.skip(str(error))
+    with arena:
+        assert locked_kib() - before == 2048
+    del arena
+    gc.collect()
+    assert locked_kib() == before
+
+
+def test_arena_when_more_than_may_be_locked_then_the_limit_and_the_remedy() -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become somebody whose limit counts")
+    code = """
+import os, resource
+from kvdev.errors import CapacityError
+from kvdev.staging import Arena
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+os.setresuid(65534, 65534, 65534)
+maps = len(open("/proc/self/maps").readlines())
+try:
+    Arena(4 << 20, backing="4KiB", is_locked=True)
+except CapacityError as error:
+    print(error)
+assert len(open("/proc/self/maps").readlines()) <= maps + 1
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "4 MiB cannot be locked, the limit of locked memory (RLIMIT_MEMLOCK) is 64 KiB" in run.stdout
+    assert "LimitMEMLOCK=" in run.stdout
+
+
+def test_arena_when_its_process_is_killed_then_memory_lives_until_the_fd_is_closed() -> None:
+    ours, theirs = socket.socketpair()
+    code = """
+import socket, sys
+from kvdev.staging import Arena
+peer = socket.socket(fileno=int(sys.argv[1]))
+arena = Arena(4 << 20, is_shareable=True)
+lease = arena.lease(1, 4096)
+lease.array[:] = 42
+socket.send_fds(peer, [str(lease.offset).encode()], [arena.fd])
+peer.recv(1)
+"""
+    with ours, theirs:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+        ours.settimeout(60)
+        text, fds, _, _ = socket.recv_fds(ours, 64, 1)
+        child.kill()
+        child.wait(60)
+    with mmap.mmap(fds[0], 4 * MIB) as memory:
+        assert memory[int(text) : int(text) + 4096] == b"*" * 4096
+    os.close(fds[0])
