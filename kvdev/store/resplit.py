@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdev.block.device import aligned_buffer
-from kvdev.buffers import AddressArray, AddressedPages, Pages
+from kvdev.buffers import AddressArray, AddressedPages, Pages, page_addresses
 from kvdev.clock import Deadline
 from kvdev.errors import KvdevError, UsageError
 from kvdev.geometry import Geometry
@@ -35,11 +35,18 @@ HEAD_FIELDS = ("kv_head_first", "kv_head_count")
 """In what the geometries of sources and reader may differ."""
 
 
-class PageSource(Protocol):
-    """A KV namespace to read from: a ``PageStore``, or a ``PoolStore`` of ``kvdev.pool``."""
+class HeadRange(Protocol):
+    """Something with pages of some KV heads, and its name in errors."""
 
-    what: str
-    geometry: Geometry
+    @property
+    def what(self) -> str: ...
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+
+class PageSource(HeadRange, Protocol):
+    """A KV namespace to read from: a ``PageStore``, or a ``PoolStore`` of ``kvdev.pool``."""
 
     def get(self, keys: KeyArray, pages: Pages, *, deadline: Deadline | None = None) -> GetResult: ...
 
@@ -48,16 +55,27 @@ class PageSource(Protocol):
     def longest_prefix(self, keys: KeyArray) -> int: ...
 
 
+Source = TypeVar("Source", bound=HeadRange)
+
+
 @dataclass(frozen=True)
-class _Piece:
+class _Piece(Generic[Source]):
     """Heads that one source has for the reader: bytes of each row, and where they lie in both sorts of pages."""
 
-    source: PageSource
+    source: Source
     size_bytes: int
     source_offsets: AddressArray
     target_offsets: AddressArray
     is_whole: bool
     """The source's pages are the reader's as they are."""
+
+    def copy(self, source_page: int, target_page: int) -> None:
+        """Copy these heads from the page at one address to that at the other; the caller keeps both alive."""
+        copy_many(
+            np.uint64(target_page) + self.target_offsets,
+            np.uint64(source_page) + self.source_offsets,
+            self.size_bytes,
+        )
 
 
 class SplitReader:
@@ -124,7 +142,12 @@ class SplitReader:
         return GetResult(status, crc32c, grants, failure)
 
     def _read(
-        self, piece: _Piece, keys: KeyArray, addresses: AddressArray, pages: Pages, deadline: Deadline
+        self,
+        piece: _Piece[PageSource],
+        keys: KeyArray,
+        addresses: AddressArray,
+        pages: Pages,
+        deadline: Deadline,
     ) -> tuple[npt.NDArray[np.uint8], KvdevError | None]:
         """Have the heads of one source in place; the status of each page, and the first error."""
         if not len(keys):
@@ -145,11 +168,7 @@ class SplitReader:
             failure = failure or got.failure
             for index in np.flatnonzero(got.status == PageStatus.HIT).tolist():
                 # A copy: heads of a row lie side by side, and the device reads pages whole.
-                copy_many(
-                    addresses[start + index] + piece.target_offsets,
-                    np.uint64(address_of(room[index])) + piece.source_offsets,
-                    piece.size_bytes,
-                )
+                piece.copy(address_of(room[index]), int(addresses[start + index]))
         return status, failure
 
     def contains(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
@@ -183,7 +202,41 @@ def open_split_reader(
     return SplitReader(stores, geometry)
 
 
-def _check_source(source: PageSource, geometry: Geometry) -> None:
+@dataclass(frozen=True)
+class HeadPages:
+    """Pages in memory, ``(n, page size)`` bytes, of one head range."""
+
+    geometry: Geometry
+    pages: npt.NDArray[np.uint8]
+
+    @property
+    def what(self) -> str:
+        return f"pages of KV heads {self.geometry.kv_head_first} to {_head_end(self.geometry) - 1}"
+
+
+def join_heads(parts: Sequence[HeadPages], geometry: Geometry) -> npt.NDArray[np.uint8]:
+    """The pages of ``geometry`` from the same pages of other head ranges, which cover it between them.
+
+    Raises UsageError naming the part and the field in which it does not fit, or the heads that no part has.
+    """
+    if not parts:
+        raise UsageError("parts: expected pages of at least one head range, got none")
+    for part in parts:
+        _check_source(part, geometry)
+        expected = (len(parts[0].pages), part.geometry.page_size_bytes)
+        page_addresses(part.pages, part.geometry.page_size_bytes)
+        if part.pages.shape != expected:
+            raise UsageError(
+                f"{part.what}: expected {expected[0]} as the first part has, got {len(part.pages)}"
+            )
+    joined = np.empty((len(parts[0].pages), geometry.page_size_bytes), dtype=np.uint8)
+    for piece in _plan(parts, geometry):
+        for source, target in zip(piece.source.pages, joined, strict=True):
+            piece.copy(address_of(source), address_of(target))
+    return joined
+
+
+def _check_source(source: HeadRange, geometry: Geometry) -> None:
     stored = source.geometry.to_dict()
     for field, expected in geometry.to_dict().items():
         if field not in HEAD_FIELDS and stored[field] != expected:
@@ -193,9 +246,9 @@ def _check_source(source: PageSource, geometry: Geometry) -> None:
             )
 
 
-def _plan(sources: Sequence[PageSource], geometry: Geometry) -> list[_Piece]:
+def _plan(sources: Sequence[Source], geometry: Geometry) -> list[_Piece[Source]]:
     """Which heads come from which source, in order; of sources that share heads the one that goes furthest."""
-    pieces: list[_Piece] = []
+    pieces: list[_Piece[Source]] = []
     head, end = geometry.kv_head_first, geometry.kv_head_first + geometry.kv_head_count
     while head < end:
         able = [each for each in sources if each.geometry.kv_head_first <= head < _head_end(each.geometry)]
@@ -220,7 +273,7 @@ def _head_end(geometry: Geometry) -> int:
     return geometry.kv_head_first + geometry.kv_head_count
 
 
-def _piece(source: PageSource, geometry: Geometry, head: int, head_count: int) -> _Piece:
+def _piece(source: Source, geometry: Geometry, head: int, head_count: int) -> _Piece[Source]:
     theirs = source.geometry
     head_bytes = geometry.head_size * geometry.dtype_size_bytes
     rows = np.arange(
