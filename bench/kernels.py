@@ -1,9 +1,10 @@
 """Benchmark of the page kernels: pack and unpack with CRC32C against copies and plain gathers, in one interleaved run.
 
-GB/s are payload bytes per second. The ceiling is our own streaming copy of contiguous memory without a checksum; the
-rows of a shape are sampled in turn, so that whatever else the machine does meets all of them alike. Ends with a
-comparison of every row's pages with the plain gather's and a hash of them.
-Run: .venv/bin/python bench/kernels.py [--toy] [--json] [--threads N] [--backend NAME]
+GB/s are payload bytes per second. The ceiling is our own streaming copy of contiguous memory without a checksum, by as
+many threads; the rows of a shape are sampled in turn, so that whatever else the machine does meets all of them alike.
+Each shape runs on one thread and on all cores. Where a shape has a target, the run says whether it was met. Ends with a
+comparison of the kernels' pages with the plain gather's and a hash of them.
+Run: .venv/bin/python bench/kernels.py [--toy] [--json] [--threads N,…] [--shapes TEXT] [--backend NAME]
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.common import machine
 from kvdev.geometry import Geometry
 from kvdev.native.crc import crc32c
 from kvdev.staging import Arena
@@ -40,6 +44,8 @@ class Shape:
     geometry: Geometry
     block_size: int
     axes: str
+    targets: tuple[float, float] = (0.0, 0.0)
+    """Least ratio of pack + CRC32C to the ceiling, on one thread and on all cores; 0 for none."""
 
 
 def shapes(*, is_toy: bool) -> list[Shape]:
@@ -61,11 +67,11 @@ def shapes(*, is_toy: bool) -> list[Shape]:
 
     layers = 2 if is_toy else 64
     return [
-        Shape("GQA 8 heads, 16 tokens: 32 KiB runs", mha(layers, 8, 16), 16, "KBNHD"),
+        Shape("GQA 8 heads, 16 tokens: 32 KiB runs", mha(layers, 8, 16), 16, "KBNHD", (0.85, 0.95)),
         Shape("MLA bf16, 16 tokens: 18 KiB runs", mla("bf16"), 16, "BND"),
-        Shape("MLA fp8, 16 tokens: 9 KiB runs", mla("fp8_e4m3"), 16, "BND"),
+        Shape("MLA fp8, 16 tokens: 9 KiB runs", mla("fp8_e4m3"), 16, "BND", (0.75, 0.75)),
         Shape("medium, 512 tokens: 1 MiB pages, 4 KiB runs", Geometry.preset("medium"), 16, "KBNHD"),
-        Shape("token rows, 8 heads: 2 KiB runs", mha(layers, 8, 64), 1, "BHD"),
+        Shape("token rows, 8 heads: 2 KiB runs", mha(layers, 8, 64), 1, "BHD", (0.6, 0.6)),
         Shape("HND 8 heads, 16 tokens: 256 B runs", mha(layers, 8, 16), 16, "KBHND"),
     ]
 
@@ -73,8 +79,8 @@ def shapes(*, is_toy: bool) -> list[Shape]:
 class Bench:
     """The tensors, pages and rows of one shape."""
 
-    def __init__(self, shape: Shape, kernels: PageKernels, *, payload_bytes: int) -> None:
-        self.shape, self.kernels = shape, kernels
+    def __init__(self, shape: Shape, *, payload_bytes: int) -> None:
+        self.shape = shape
         geometry = shape.geometry
         self.page_count = max(1, payload_bytes // geometry.page_size_bytes)
         self.payload_bytes = self.page_count * geometry.page_size_bytes
@@ -111,8 +117,8 @@ class Bench:
         self.linear_layout = PagedLayout.from_axes(opaque, [whole], "BND")
         self.linear_table = np.arange(self.page_count).reshape(-1, 1)
 
-    def rows(self) -> dict[str, Callable[[], Any]]:
-        kernels, layout, table, pages = self.kernels, self.layout, self.table, self.pages
+    def rows(self, kernels: PageKernels) -> dict[str, Callable[[], Any]]:
+        layout, table, pages = self.layout, self.table, self.pages
         crc = kernels.pack(layout, table, pages)
         rows: dict[str, Callable[[], Any]] = {
             "streaming copy (ceiling)": lambda: kernels.pack(
@@ -151,13 +157,13 @@ class Bench:
                     (picked.transpose(0, 2, 1, 3).copy() if is_hnd else picked).reshape(-1).view(np.uint8)
                 )
 
-    def check(self) -> str:
+    def check(self, kernels: PageKernels) -> str:
         """The kernels' pages equal the plain gather's; their hash."""
         self.take()
         expected = hashlib.blake2b(self.pages.array.tobytes(), digest_size=8).hexdigest()
         sums = [crc32c(page) for page in self.pages.array]
         self.pages.array[:] = 0
-        packed = self.kernels.pack(self.layout, self.table, self.pages)
+        packed = kernels.pack(self.layout, self.table, self.pages)
         if packed is None or packed.tolist() != sums:
             raise SystemExit(f"{self.shape.name}: checksums differ")
         if hashlib.blake2b(self.pages.array.tobytes(), digest_size=8).hexdigest() != expected:
@@ -165,9 +171,9 @@ class Bench:
         return expected
 
 
-def measure(bench: Bench, samples: int) -> dict[str, dict[str, float]]:
-    times: dict[str, list[float]] = {name: [] for name in bench.rows()}
-    rows = bench.rows()
+def measure(bench: Bench, kernels: PageKernels, samples: int) -> dict[str, dict[str, float]]:
+    rows = bench.rows(kernels)
+    times: dict[str, list[float]] = {name: [] for name in rows}
     for run in rows.values():
         run()
     for _ in range(samples):
@@ -186,63 +192,99 @@ def measure(bench: Bench, samples: int) -> dict[str, dict[str, float]]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--toy", action="store_true", help="a fraction of a second, to see that it runs")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", default="", help="numbers of threads; 1 and all cores when not given")
+    parser.add_argument("--shapes", default="", help="only shapes whose name has this text")
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--torch", action="store_true", help="compare with torch.index_select as well")
-    options = parser.parse_args(arguments)
-    if options.torch:
-        import torch
+    parser.add_argument(
+        "--torch", action="store_true", help="fail where torch.index_select cannot be compared with"
+    )
+    return parser.parse_args(arguments)
 
-        torch.set_num_threads(options.threads)
+
+def import_torch(*, is_required: bool) -> Any:
+    try:
+        import torch
+    except ImportError:
+        if is_required:
+            raise
+        return None
+    return torch
+
+
+def verdict(shape: Shape, threads: int, rows: dict[str, dict[str, float]]) -> dict[str, Any] | None:
+    target = shape.targets[0 if threads == 1 else 1]
+    ratio = rows["pack + CRC32C"]["ratio_to_ceiling"]
+    return {"target": target, "ratio": ratio, "is_met": ratio >= target} if target else None
+
+
+def print_shape(entry: dict[str, Any]) -> None:
+    print(
+        f"{entry['name']}; {entry['threads']} thread(s), payload {entry['payload_bytes'] >> 20} MiB on "
+        f"{entry['backing']}"
+    )
+    for name, row in entry["rows"].items():
+        print(
+            f"  {name:28} best {row['gb_per_s_best']:6.2f}  median {row['gb_per_s_median']:6.2f} GB/s"
+            f"  {row['ratio_to_ceiling']:.2f} of the ceiling"
+        )
+    if entry["target"]:
+        told = "met" if entry["target"]["is_met"] else "MISSED"
+        print(f"  target {entry['target']['target']:.2f} of the ceiling with CRC32C: {told}")
+    print(f"  pages {entry['pages_hash']}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    torch = import_torch(is_required=options.torch)
+    cores = len(os.sched_getaffinity(0))
+    counts = [int(text) for text in options.threads.split(",") if text] or sorted({1, cores})
     started = time.monotonic()
-    kernels = PageKernels(options.backend, thread_count=options.threads)
     payload = (1 << 20) if options.toy else (96 << 20)
     samples = options.samples or (2 if options.toy else 15)
+    every = {count: PageKernels(options.backend, thread_count=count) for count in counts}
     report: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "backend": kernels.backend,
-        "tier": kernels.tier,
-        "threads": options.threads,
-        "seed": SEED,
+        "machine": machine(SEED),
+        "cpus": cores,
+        "torch": torch.__version__ if torch else None,
+        "backend": every[counts[0]].backend,
+        "tier": every[counts[0]].tier,
         "samples": samples,
         "shapes": [],
     }
     for shape in shapes(is_toy=options.toy):
-        bench = Bench(shape, kernels, payload_bytes=payload)
-        rows = measure(bench, samples)
-        entry = {
-            "name": shape.name,
-            "page_size_bytes": shape.geometry.page_size_bytes,
-            "run_size_bytes": bench.layout.run_size_bytes,
-            "payload_bytes": bench.payload_bytes,
-            "backing": bench.pages._arena.backing,
-            "rows": rows,
-            "pages_hash": bench.check(),
-        }
-        report["shapes"].append(entry)
-        if not options.json:
-            print(f"{shape.name}; payload {bench.payload_bytes >> 20} MiB on {entry['backing']}")
-            for name, row in rows.items():
-                print(
-                    f"  {name:28} best {row['gb_per_s_best']:6.2f}  median {row['gb_per_s_median']:6.2f} GB/s"
-                    f"  {row['ratio_to_ceiling']:.2f} of the ceiling"
-                )
-            print(f"  pages {entry['pages_hash']}")
+        if options.shapes not in shape.name:
+            continue
+        bench = Bench(shape, payload_bytes=payload)
+        for count, kernels in every.items():
+            if torch:
+                torch.set_num_threads(count)
+            rows = measure(bench, kernels, samples)
+            entry = {
+                "name": shape.name,
+                "threads": count,
+                "page_size_bytes": shape.geometry.page_size_bytes,
+                "run_size_bytes": bench.layout.run_size_bytes,
+                "payload_bytes": bench.payload_bytes,
+                "backing": bench.pages._arena.backing,
+                "rows": rows,
+                "target": verdict(shape, count, rows),
+                "pages_hash": bench.check(kernels),
+            }
+            report["shapes"].append(entry)
+            if not options.json:
+                print_shape(entry)
     report["elapsed_s"] = round(time.monotonic() - started, 2)
     if options.json:
         print(json.dumps(report))
-    kernels.close()
+    for kernels in every.values():
+        kernels.close()
     return 0
 
 

@@ -19,19 +19,27 @@ from kvdev.native.crc import crc32c, crc32c_combine
 from kvdev.units import MIB
 from kvdev_kernels.errors import BackendUnavailableError
 from kvdev_kernels.layout import PagedLayout
+from kvdev_kernels.nh64 import nh64_finish
 from kvdev_kernels.tensor import CPU
+
+Checksums = npt.NDArray[np.uint32] | npt.NDArray[np.uint64]
+"""A place per page: 32 bits take its CRC32C, 64 bits its NH-64."""
 
 TIER_FEATURES: dict[str, tuple[str, ...]] = {
     "vpclmul": ("avx512f", "vpclmulqdq", "pclmul", "sse4.2", "crc32"),
+    "vpclmul256": ("avx2", "vpclmulqdq", "pclmul", "sse4.2", "crc32"),
     "pclmul": ("pclmul", "sse4.2", "crc32"),
     "sse42": ("sse4.2", "crc32"),
+    "pmull": ("neon", "aes", "crc"),
+    "armcrc": ("crc",),
     "portable": (),
 }
 """Best first: the LLVM features that each tier's instructions need."""
 
 # Below this a second thread costs more than it saves.
 THREAD_SIZE_BYTES_MIN = 2 * MIB
-THREAD_COUNT_DEFAULT = 2
+# About so many cores saturate the memory of a socket; a serving process has other use for the rest.
+THREAD_COUNT_DEFAULT = 8
 # Larger batches do not stay in the last-level cache anyway, so they are written past it.
 STREAM_SIZE_BYTES_MIN = 4 * MIB
 CACHE_LINE_BYTES = 64
@@ -78,6 +86,20 @@ def crc32c_of_zeros(size_bytes: int) -> int:
     return total
 
 
+class _Scratch:
+    """One thread's working memory."""
+
+    def __init__(self, state_size_bytes: int) -> None:
+        self._state = np.empty(state_size_bytes + CACHE_LINE_BYTES, np.uint8)
+        self.state_address = -(-self._state.ctypes.data // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+        self._runs = np.empty(0, np.int64)
+
+    def runs(self, count: int) -> npt.NDArray[np.int64]:
+        if self._runs.size < count:
+            self._runs = np.empty(count, np.int64)
+        return self._runs[:count]
+
+
 class CpuKernels:
     """Numba kernels of one tier; ``close`` ends its threads."""
 
@@ -106,6 +128,10 @@ class CpuKernels:
         self.thread_count = max(1, thread_count)
         self._code = cpu_code
         self._moves: dict[bool, Any] = {}
+        self._nh64_total: Any = None
+        # What the threads work in; it grows to the largest layout and stays, so that moving allocates nothing.
+        self._scratch: list[_Scratch] = []
+        self._no_sums: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         self._pool: ThreadPoolExecutor | None = None
         self._zeros_crc: tuple[int, int] = (0, 0)
 
@@ -114,20 +140,20 @@ class CpuKernels:
         layout: PagedLayout,
         table: npt.NDArray[np.int64],
         addresses: AddressArray,
-        crc32c: npt.NDArray[np.uint32] | None,
+        sums: Checksums | None,
     ) -> None:
         is_aligned = not bool((addresses % CACHE_LINE_BYTES).any())
-        self._move(layout, table, addresses, crc32c, is_pack=True, is_aligned=is_aligned)
+        self._move(layout, table, addresses, sums, is_pack=True, is_aligned=is_aligned)
 
     def unpack(
         self,
         layout: PagedLayout,
         table: npt.NDArray[np.int64],
         addresses: AddressArray,
-        crc32c: npt.NDArray[np.uint32] | None,
+        sums: Checksums | None,
     ) -> None:
         self._move(
-            layout, table, addresses, crc32c, is_pack=False, is_aligned=layout.is_aligned(CACHE_LINE_BYTES)
+            layout, table, addresses, sums, is_pack=False, is_aligned=layout.is_aligned(CACHE_LINE_BYTES)
         )
 
     def _move(
@@ -135,7 +161,7 @@ class CpuKernels:
         layout: PagedLayout,
         table: npt.NDArray[np.int64],
         addresses: AddressArray,
-        checksums: npt.NDArray[np.uint32] | None,
+        sums: Checksums | None,
         *,
         is_pack: bool,
         is_aligned: bool,
@@ -149,46 +175,64 @@ class CpuKernels:
         if self._zeros_crc[0] != page_size:
             self._zeros_crc = (page_size, crc32c_of_zeros(page_size))
         classes, block_runs = layout.run_table
-        out = np.empty(0, np.uint32) if checksums is None else checksums
-        move = self._compiled(has_crc=checksums is not None)
-
-        def part(first: int, last: int) -> None:
-            scratch = np.empty((len(layout.classes), 2, 1 + layout.runs_per_plane), np.int64)
-            state = np.empty(self._code.STATE_SIZE_BYTES + CACHE_LINE_BYTES, np.uint8)
-            state_address = -(-state.ctypes.data // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
-            move(
-                layout.plane_addresses,
-                layout.plane_class,
-                classes,
-                block_runs,
-                table,
-                addresses,
-                shape,
-                out,
-                scratch,
-                state_address,
-                np.uint32(self._zeros_crc[1]),
-                first,
-                last,
-            )
+        has_crc = sums is not None and sums.dtype == np.uint32
+        nh64 = self._nh64() if sums is not None and not has_crc else None
+        out = sums if has_crc else self._no_sums
+        move = self._compiled(has_crc=has_crc)
 
         share = min(self.thread_count, page_count, max(1, total // THREAD_SIZE_BYTES_MIN))
-        cuts = [page_count * index // share for index in range(share + 1)]
-        others = [self._submit(part, cuts[i], cuts[i + 1]) for i in range(1, share)]
-        part(0, cuts[1])
-        for other in others:
-            other.result()
+        words = len(layout.classes) * 2 * (1 + layout.runs_per_plane)
+        while len(self._scratch) < share:
+            self._scratch.append(_Scratch(self._code.STATE_SIZE_BYTES))
 
-    def _submit(self, part: Any, first: int, last: int) -> Any:
+        def part(index: int) -> None:
+            own = self._scratch[index]
+            scratch = own.runs(words).reshape(len(layout.classes), 2, 1 + layout.runs_per_plane)
+            first, last = page_count * index // share, page_count * (index + 1) // share
+            step = 1 if nh64 is not None else last - first
+            for start in range(first, last, step):
+                move(
+                    layout.plane_addresses,
+                    layout.plane_class,
+                    classes,
+                    block_runs,
+                    table,
+                    addresses,
+                    shape,
+                    out,
+                    scratch,
+                    own.state_address,
+                    np.uint32(self._zeros_crc[1]),
+                    start,
+                    start + step,
+                )
+                if nh64 is not None and sums is not None:
+                    # While the page, or its end, is in the cache.
+                    sums[start] = nh64_finish(int(nh64(int(addresses[start]), page_size)), page_size)
+
+        others = [self._submit(part, index) for index in range(1, share)]
+        try:
+            part(0)
+        finally:
+            # Nobody writes to the caller's memory any more when this returns or raises.
+            for other in others:
+                other.result()
+
+    def _submit(self, part: Any, index: int) -> Any:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.thread_count - 1, thread_name_prefix="kvdev-kernels")
-        return self._pool.submit(part, first, last)
+        return self._pool.submit(part, index)
 
     def _compiled(self, *, has_crc: bool) -> Any:
         move = self._moves.get(has_crc)
         if move is None:
             move = self._moves[has_crc] = self._code.build_move(self.tier, has_crc=has_crc)
         return move
+
+    def _nh64(self) -> Any:
+        if self._nh64_total is None:
+            self._nh64_total = self._code.build_nh64()
+        return self._nh64_total
 
     def close(self) -> None:
         """End the threads; a later call starts them again."""

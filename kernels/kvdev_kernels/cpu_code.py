@@ -21,6 +21,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from kvdev_kernels.nh64 import KEY_STEP
+
 STATE_SIZE_BYTES = 256
 """Four accumulators of 64 bytes; smaller tiers use the first part."""
 
@@ -48,15 +50,20 @@ class Tier(NamedTuple):
     """One way to checksum: ``lanes`` of 128 bits per accumulator (0: no vectors), bytes folded at once."""
 
     name: str
+    family: str
+    """Whose instructions: ``x86``, ``arm``, or none for code that runs anywhere."""
     lanes: int
     chunk_size_bytes: int
 
 
 TIERS = (
-    Tier("vpclmul", 4, 64),
-    Tier("pclmul", 1, 16),
-    Tier("sse42", 0, 8),
-    Tier("portable", 0, 8),
+    Tier("vpclmul", "x86", 4, 64),
+    Tier("vpclmul256", "x86", 2, 32),
+    Tier("pclmul", "x86", 1, 16),
+    Tier("sse42", "x86", 0, 8),
+    Tier("pmull", "arm", 1, 16),
+    Tier("armcrc", "arm", 0, 8),
+    Tier("portable", "", 0, 8),
 )
 
 
@@ -139,17 +146,37 @@ class _Emitter:
     def fold(self, value: ir.Value, bits: int, lanes: int) -> ir.Value:
         """Every lane of ``value`` moved on by ``bits`` of the stream."""
         vector = ir.VectorType(_I64, 2 * lanes)
-        name = "llvm.x86.pclmulqdq.512" if lanes == 4 else "llvm.x86.pclmulqdq"
+        factors = (_fold_constant(bits + 32), _fold_constant(bits - 32))
+        if self.tier.family == "arm":
+            return self.fold_arm(value, factors)
+        name = {4: "llvm.x86.pclmulqdq.512", 2: "llvm.x86.pclmulqdq.256", 1: "llvm.x86.pclmulqdq"}[lanes]
         multiply = self.extern(name, vector, [vector, vector, _I8])
-        factor = ir.Constant(vector, [_fold_constant(bits + 32), _fold_constant(bits - 32)] * lanes)
+        factor = ir.Constant(vector, list(factors) * lanes)
         low = self.b.call(multiply, [value, factor, ir.Constant(_I8, 0x00)])
         high = self.b.call(multiply, [value, factor, ir.Constant(_I8, 0x11)])
         return self.b.xor(low, high)
 
+    def fold_arm(self, value: ir.Value, factors: tuple[int, int]) -> ir.Value:
+        octets = ir.VectorType(_I8, 16)
+        multiply = self.extern("llvm.aarch64.neon.pmull64", octets, [_I64, _I64])
+        products = [
+            self.b.bitcast(
+                self.b.call(
+                    multiply, [self.b.extract_element(value, ir.Constant(_I32, half)), self.word(factor)]
+                ),
+                _LANE,
+            )
+            for half, factor in enumerate(factors)
+        ]
+        return self.b.xor(*products)
+
     def crc_word(self, crc: ir.Value, word: ir.Value) -> ir.Value:
         """The state (64 bits wide, upper half zero) after eight more bytes."""
-        if self.tier.name != "portable":
+        if self.tier.family == "x86":
             return self.b.call(self.extern("llvm.x86.sse42.crc32.64.64", _I64, [_I64, _I64]), [crc, word])
+        if self.tier.family == "arm":
+            step = self.extern("llvm.aarch64.crc32cx", _I32, [_I32, _I64])
+            return self.b.zext(self.b.call(step, [self.b.trunc(crc, _I32), word]), _I64)
         mixed = self.b.xor(crc, word)
         parts = [
             self.table(7 - k, self.b.and_(self.b.lshr(mixed, self.word(8 * k)), self.word(0xFF)))
@@ -162,8 +189,11 @@ class _Emitter:
 
     def crc_byte(self, crc: ir.Value, byte: ir.Value) -> ir.Value:
         """The state (32 bits) after one more byte."""
-        if self.tier.name != "portable":
+        if self.tier.family == "x86":
             return self.b.call(self.extern("llvm.x86.sse42.crc32.32.8", _I32, [_I32, _I8]), [crc, byte])
+        if self.tier.family == "arm":
+            step = self.extern("llvm.aarch64.crc32cb", _I32, [_I32, _I32])
+            return self.b.call(step, [crc, self.b.zext(byte, _I32)])
         index = self.b.and_(self.b.xor(crc, self.b.zext(byte, _I32)), ir.Constant(_I32, 0xFF))
         return self.b.xor(self.table(0, self.b.zext(index, _I64)), self.b.lshr(crc, ir.Constant(_I32, 8)))
 
@@ -402,10 +432,12 @@ def finish_crc(typingctx: Any, tier: Any, state: Any, phase: Any, tail: Any, tai
 @intrinsic(prefer_literal=True)
 def store_fence(typingctx: Any, tier: Any) -> Any:
     """Streaming stores become visible before what follows; nothing in tiers that have none."""
-    has_streaming = TIERS[tier.literal_value].lanes > 0
+    told = TIERS[tier.literal_value]
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        if has_streaming:
+        if told.lanes and told.family == "arm":
+            builder.fence("release")
+        elif told.lanes:
             name = "llvm.x86.sse.sfence"
             kind = ir.FunctionType(ir.VoidType(), [])
             builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [])
@@ -436,6 +468,50 @@ def clear_state(typingctx: Any, state: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
+
+
+@intrinsic
+def load_word(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
+
+    return types.uint64(types.int64), codegen
+
+
+@intrinsic
+def load_byte(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _I8.as_pointer()))
+
+    return types.uint8(types.int64), codegen
+
+
+def build_nh64() -> Callable[[int, int], int]:
+    """The total of NH-64 (``kvdev_kernels.nh64``) of (address, size), for any processor."""
+    step = np.uint64(KEY_STEP)
+    half = np.uint64(32)
+    low_bits = np.uint64(0xFFFFFFFF)
+
+    def nh64_total(address: Any, size: Any) -> Any:
+        total = np.uint64(0)
+        key = np.uint64(0)
+        whole = size // 8 * 8
+        for offset in range(0, whole, 8):
+            key += step
+            mixed = load_word(address + offset) ^ key
+            low, high = mixed & low_bits, mixed >> half
+            total += low * high + ((low + high) << half)
+        if whole < size:
+            word = np.uint64(0)
+            for offset in range(whole, size):
+                word |= np.uint64(load_byte(address + offset)) << np.uint64(8 * (offset - whole))
+            mixed = word ^ (key + step)
+            low, high = mixed & low_bits, mixed >> half
+            total += low * high + ((low + high) << half)
+        return total
+
+    compiled: Callable[[int, int], int] = _compile(nh64_total, (types.int64, types.int64))
+    return compiled
 
 
 MOVE_ARGUMENTS = (
@@ -578,14 +654,20 @@ def build_move(tier_name: str, *, has_crc: bool) -> Callable[..., None]:
                 )
         store_fence(tier_index)
 
+    compiled: Callable[..., None] = _compile(move_pages, MOVE_ARGUMENTS)
+    return compiled
+
+
+def _compile(function: Any, arguments: Any) -> Any:
+    """The function for these types only, from Numba's cache where there is one."""
     # error_model numpy: no ZeroDivision path. No bounds checks: indices were checked before the call.
     options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
-        compiled = njit(cache=True, **options)(move_pages)
-        compiled.compile(MOVE_ARGUMENTS)
+        compiled = njit(cache=True, **options)(function)
+        compiled.compile(arguments)
     except (RuntimeError, OSError):
         # Neither the package's folder nor the user's cache can be written, or the disk is full.
-        compiled = njit(**options)(move_pages)
-        compiled.compile(MOVE_ARGUMENTS)
+        compiled = njit(**options)(function)
+        compiled.compile(arguments)
     compiled.disable_compile()
-    return compiled  # type: ignore[no-any-return]
+    return compiled

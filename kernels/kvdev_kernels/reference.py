@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvdev.buffers import AddressArray
 from kvdev.native.crc import crc32c_at
 from kvdev_kernels.layout import PagedLayout
+from kvdev_kernels.nh64 import nh64
 from kvdev_kernels.tensor import CPU
 
 Bytes = npt.NDArray[np.uint8]
@@ -31,6 +32,16 @@ class _Memory:
             "data": (address, False),
             "version": 3,
         }
+
+
+def memory_at(address: int, size_bytes: int) -> Bytes:
+    """Memory as an array; the caller keeps it alive and knows that it may be touched."""
+    return np.asarray(_Memory(address, (size_bytes,), None))
+
+
+def checksum_at(address: int, size_bytes: int, kind: np.dtype[Any]) -> int:
+    """The checksum that this type holds: CRC32C in 32 bits, NH-64 in 64."""
+    return crc32c_at(address, size_bytes) if kind == np.uint32 else nh64(memory_at(address, size_bytes))
 
 
 def _places(layout: PagedLayout, plane_index: int, page: int) -> Iterator[tuple[Bytes, Bytes]]:
@@ -69,33 +80,36 @@ class NumpyKernels:
         layout: PagedLayout,
         table: npt.NDArray[np.int64],
         addresses: AddressArray,
-        crc32c: npt.NDArray[np.uint32] | None,
+        sums: npt.NDArray[np.uint32] | npt.NDArray[np.uint64] | None,
     ) -> None:
         for page, blocks in zip(addresses, table, strict=True):
             for plane_index in range(len(layout.planes)):
                 for tensor, place in _places(layout, plane_index, int(page)):
                     place[...] = tensor[blocks]
-        self._checksum(layout, addresses, crc32c)
+        self._checksum(layout, addresses, sums)
 
     def unpack(
         self,
         layout: PagedLayout,
         table: npt.NDArray[np.int64],
         addresses: AddressArray,
-        crc32c: npt.NDArray[np.uint32] | None,
+        sums: npt.NDArray[np.uint32] | npt.NDArray[np.uint64] | None,
     ) -> None:
         for page, blocks in zip(addresses, table, strict=True):
             for plane_index in range(len(layout.planes)):
                 for tensor, place in _places(layout, plane_index, int(page)):
                     tensor[blocks] = place
-        self._checksum(layout, addresses, crc32c)
+        self._checksum(layout, addresses, sums)
 
     def _checksum(
-        self, layout: PagedLayout, addresses: AddressArray, crc32c: npt.NDArray[np.uint32] | None
+        self,
+        layout: PagedLayout,
+        addresses: AddressArray,
+        sums: npt.NDArray[np.uint32] | npt.NDArray[np.uint64] | None,
     ) -> None:
-        if crc32c is not None:
+        if sums is not None:
             for index, address in enumerate(addresses):
-                crc32c[index] = crc32c_at(int(address), layout.geometry.page_size_bytes)
+                sums[index] = checksum_at(int(address), layout.geometry.page_size_bytes, sums.dtype)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -23,9 +26,19 @@ from kvdev_kernels import (
     unpack,
 )
 from kvdev_kernels.cpu import TIER_FEATURES, crc32c_of_zeros, runnable_tiers
+from kvdev_kernels.nh64 import nh64
 from kvdev_kernels.testing import ENGINE_CASES, GuardedMemory, expected_pages
 
 SMALL = Geometry.preset("small")
+ROW = Geometry(
+    model_id="m",
+    layer_count=1,
+    kv_head_count=1,
+    head_size=9,
+    dtype="uint8",
+    tokens_per_page=2,
+    attention="mla",
+)
 NHD = ENGINE_CASES[0]
 
 
@@ -210,6 +223,51 @@ def test_checksum_when_any_length_then_equals_the_core(
     assert crc is not None and int(crc[0]) == crc32c(tensor[3].tobytes() + tensor[1].tobytes())
 
 
+@pytest.mark.parametrize("backend", ["numpy", "cpu-numba"])
+def test_checksum_when_nh64_then_the_definition_and_pages_alike(
+    backend: str, rng: np.random.Generator
+) -> None:
+    for size in (1, 7, 8, 9, 4095, 4096):
+        geometry = dataclasses.replace(ROW, head_size=size)
+        tensor = rng.integers(0, 256, (4, 1, size), dtype=np.uint8)
+        layout = PagedLayout.from_vllm_mla(geometry, [tensor])
+        pages = np.zeros((2, 2 * size), np.uint8)
+        with PageKernels(backend) as kernels:
+            sums = kernels.pack(layout, [[3, 1], [0, 2]], pages, algorithm="nh64")
+            assert sums is not None and sums.dtype == np.uint64
+            assert sums.tolist() == [nh64(page) for page in pages]
+            pages[1, 0] ^= 1
+            result = kernels.unpack(layout, [[3, 1], [0, 2]], pages, verify=sums, algorithm="nh64")
+            assert result.is_ok.tolist() == [True, False]
+            assert np.array_equal(np.concatenate([tensor[0], tensor[2]]).ravel(), pages[1])
+            with pytest.raises(ShapeError, match="algorithm: expected one of crc32c, nh64, got 'md5'"):
+                kernels.pack(layout, [[3, 1], [0, 2]], pages, algorithm="md5")
+
+
+def test_memory_when_pages_move_again_and_again_then_nothing_is_allocated(rng: np.random.Generator) -> None:
+    geometry = Geometry.preset("medium")
+    layout, _ = make(rng, geometry, blocks=300)
+    table = rng.permutation(300)[: 8 * 32].reshape(8, 32)
+    pages = np.zeros((8, geometry.page_size_bytes), np.uint8)
+    with PageKernels("cpu-numba", thread_count=2) as kernels:
+        for _ in range(3):
+            kernels.unpack(layout, table, pages, verify=kernels.pack(layout, table, pages))
+        gc.collect()
+        tracemalloc.start()
+        try:
+            kernels.unpack(layout, table, pages, verify=kernels.pack(layout, table, pages))
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            for _ in range(20):
+                kernels.unpack(layout, table, pages, verify=kernels.pack(layout, table, pages))
+            after, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    # The block table, the checksums and what threads are told, for 8 MiB of pages each way; nothing stays.
+    assert peak - before < 64 * 1024
+    assert after - before < 8 * 1024
+
+
 def test_checksum_when_known_answer_then_equal() -> None:
     geometry = Geometry(
         model_id="m",
@@ -257,6 +315,13 @@ print(kernels.tier)
         ({"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+sse4.2,+crc32"}, "sse42"),
         ({"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+sse4.2,+crc32,+pclmul"}, "pclmul"),
         ({"NUMBA_ENABLE_AVX": "0"}, "pclmul"),
+        (
+            {
+                "NUMBA_CPU_NAME": "generic",
+                "NUMBA_CPU_FEATURES": "+sse4.2,+crc32,+pclmul,+avx,+avx2,+vpclmulqdq",
+            },
+            "vpclmul256",
+        ),
     ],
 )
 def test_tier_when_compiler_is_narrowed_then_lower_tier_and_no_abort(
