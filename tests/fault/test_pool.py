@@ -21,6 +21,7 @@ import pytest
 from kvdev.clock import Deadline
 from kvdev.errors import CapacityError, ConnectError, ConnectionLostError, TransportError, UsageError
 from kvdev.geometry import Geometry
+from kvdev.keys import PageKeys, salt_mark
 from kvdev.pool.link import Channel, ask_status
 from kvdev.pool.protocol import (
     BODY_SIZE_BYTES_MAX,
@@ -42,6 +43,7 @@ from kvdev.pool.server import PoolServer
 from kvdev.session import Session, open_pool
 from kvdev.store import PageStatus, Volume
 from kvdev.store.recreate import recreate_volume
+from kvdev.store.resplit import SplitReader
 from kvdev.testing.killable import KillableTarget
 from kvdev.testing.target import running_target
 from kvdev.uri import parse_volume_uri
@@ -640,3 +642,39 @@ def test_client_takes_up_the_namespace_of_a_volume_that_was_made_anew(volume: st
     finally:
         store.close()
         server.close()
+
+
+# --- tenants ---------------------------------------------------------------------------------
+
+
+def test_client_makes_keys_with_the_salt_of_its_namespace_only(volume: str, tmp_path: Path) -> None:
+    salt = bytes(range(32))
+    with Session() as session:
+        session.open_volume(volume).create_namespace(
+            "mine", GEOMETRY, quota_pages=8, salt_mark=salt_mark(salt), deadline=soon()
+        )
+    server = ServerThread(volume, tmp_path / "pool.sock", "mine")
+    try:
+        store = open_pool(server.path, "mine")
+        with pytest.raises(
+            UsageError, match=r"v#mine: salt: expected that of its tenant, of mark .*, got none"
+        ):
+            store.page_keys()
+        keys = store.page_keys(salt=salt).derive([b"block 0"])
+        assert store.put(keys, pages_of([1])).stored_count == 1
+        assert not store.contains(PageKeys().derive([b"block 0"])).any()
+        store.close()
+    finally:
+        server.close()
+
+
+def test_pages_of_other_ranks_are_read_through_the_pool(served: ServerThread) -> None:
+    sources = [open_pool(served.path, name) for name in ("kv", "rank1")]
+    sources[0].put(keys_of([1, 2]), pages_of([1, 2]))
+    reader = SplitReader(sources, GEOMETRY)
+    out = np.zeros((3, PAGE), dtype=np.uint8)
+    got = reader.get(keys_of([1, 2, 3]), out)
+    assert got.status.tolist() == [PageStatus.HIT, PageStatus.HIT, PageStatus.MISS]
+    assert np.array_equal(out[:2], pages_of([1, 2]))
+    for store in sources:
+        store.close()
