@@ -96,10 +96,21 @@ def unit_width(layout: PagedLayout, addresses: AddressArray) -> int:
 
 
 def move_shape(
-    layout: PagedLayout, page_count: int, *, width: int, workgroup_limit: int, tables: Tables
+    layout: PagedLayout,
+    page_count: int,
+    *,
+    width: int,
+    workgroup_limit: int,
+    tables: Tables,
+    plane_count: int | None = None,
 ) -> npt.NDArray[np.void]:
-    """The parameters of pack and unpack kernels of this width, as one record of ``SHAPE_DTYPE``."""
-    shape = _counted(layout.geometry.page_size_bytes, page_count, width, workgroup_limit)
+    """The parameters of pack and unpack kernels of this width, as one record of ``SHAPE_DTYPE``.
+
+    ``plane_count`` planes from the tables' first on; without it, all.
+    """
+    planes = len(layout.plane_addresses)
+    size = layout.geometry.page_size_bytes // planes * (planes if plane_count is None else plane_count)
+    shape = _counted(size, page_count, width, workgroup_limit)
     for name, value in zip(Tables._fields, tables, strict=True):
         shape[name] = value
     shape["token_stride"] = layout.token_stride
