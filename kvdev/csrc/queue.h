@@ -144,12 +144,12 @@ int kvdev_queue_multipath_add(struct kvdev_queue *queue, const struct kvdev_queu
 /* Adds the controller to the namespace, or changes its state there; it counts while the controller is up, and
  * starts as unusable with every association. */
 int kvdev_queue_path_set(struct kvdev_queue *queue, uint32_t device_index, uint32_t controller_index, uint32_t state);
-/* A namespace that has grown or shrunk; commands beyond its end are refused from now on. */
 /* Another process of this host has completed writes on the device, the first of them sent at sent_ns: the next flush vouches
  * for them too, or fails as it would for writes of this queue's own. */
 int kvdev_queue_writes_note(struct kvdev_queue *queue, uint32_t device_index, uint64_t sent_ns);
 /* How often completed writes may have been lost with a cache: the flush that says so may be another user's of the queue. */
 uint32_t kvdev_queue_lost_count(struct kvdev_queue *queue, uint32_t device_index);
+/* A namespace that has grown or shrunk; commands beyond its end are refused from now on. */
 int kvdev_queue_device_resize(struct kvdev_queue *queue, uint32_t device_index, uint64_t block_count);
 /* While error is not 0, commands of the device complete with it (-ENODEV: it is gone or another one). */
 int kvdev_queue_device_fail(struct kvdev_queue *queue, uint32_t device_index, int error);
