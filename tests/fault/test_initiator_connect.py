@@ -51,11 +51,11 @@ from kvdev.wire.nvme import AdminOpcode, FabricsStatus, GetLogPageCommand, Ident
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
 # One association at a time: what comes after a loss is the subject of other tests.
 QUICK = ControllerOptions(
-    connect_timeout_s=1.0, admin_timeout_s=1.0, shutdown_timeout_s=0.3, ctrl_loss_tmo_s=0
+    connect_timeout_s=6.0, admin_timeout_s=6.0, shutdown_timeout_s=0.3, ctrl_loss_tmo_s=0
 )
 
 
-def soon(seconds: float = 10.0) -> Deadline:
+def soon(seconds: float = 60.0) -> Deadline:
     return Deadline.after(seconds)
 
 
