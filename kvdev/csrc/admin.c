@@ -466,7 +466,7 @@ int kvdev_admin_execute(struct kvdev_admin *admin, uint32_t index, const uint8_t
         return -ECHILD;
     uint64_t deadline = add_ns(now_ns(), timeout_ns);
     struct call call = { 0 };
-    int error = -EINVAL;
+    int error = -ENOTCONN; /* released meanwhile by whoever gave the association up */
     pthread_mutex_lock(&admin->lock);
     struct handle *handle = handle_of(admin, index);
     if (handle) {
