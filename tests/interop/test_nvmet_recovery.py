@@ -21,7 +21,7 @@ from kvdev.testing.proxy import Relay
 from kvdev.testing.recovery import soon
 from kvdev.testing.soak import Weather, Work
 from kvdev.uri import DigestPolicy
-from tests.interop.conftest import BOOT_LIMIT_S, Lab, free_port, run_script
+from tests.interop.conftest import BOOT_LIMIT_S, BOOT_S, Lab, free_port, run_script
 
 pytestmark = pytest.mark.interop
 
@@ -66,7 +66,7 @@ class KillableNvmet:
         return list(range(self.first_port, self.first_port + self.port_count))
 
     def start(self) -> None:
-        env = {**self.lab.env, "NQN": NQN, "BACKEND": "disk", "BOOT_S": str(BOOT_LIMIT_S - 10)}
+        env = {**self.lab.env, "NQN": NQN, "BACKEND": "disk", "BOOT_S": str(BOOT_S)}
         env |= {"BS": self.block_sizes, "PORTS": str(self.port_count), "BUFFERED": str(int(self.is_buffered))}
         count = len(self.block_sizes.split(","))
         run_script("run-nvmet.sh", str(self.first_port), str(count), "32", env=env, timeout_s=BOOT_LIMIT_S)
