@@ -22,7 +22,7 @@ def key() -> None:
     """Make and check the secrets of hosts and subsystems."""
 
 
-@key.command()
+@key.command(short_help="Make a new secret in a file of this user alone.")
 @click.option(
     "--kind",
     type=click.Choice(_KINDS),
@@ -74,7 +74,7 @@ def generate(kind: str, hash_name: str, size: str | None, output: str, as_json: 
     _show(_facts(made, place=f"file:{output}", kind=kind), as_json=as_json)
 
 
-@key.command()
+@key.command(short_help="Check that a secret is well formed and kept private.")
 @click.argument("place", metavar="file:/PATH|keyring:NAME|/PATH")
 @json_option
 def check(place: str, as_json: bool) -> None:

@@ -219,7 +219,7 @@ def list_(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float,
     emit({"namespaces": infos, "erasing": erasing}, as_json=as_json, text=text)
 
 
-@namespace.command()
+@namespace.command(short_help="Show geometry, quota and use of a KV namespace.")
 @click.argument("uri", metavar="VOLUME#NAME")
 @host_options
 @timeout_option
@@ -249,7 +249,7 @@ def show(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float, 
     emit(found, as_json=as_json, text=lambda: _text(found))
 
 
-@namespace.command()
+@namespace.command(short_help="Delete a KV namespace and all its pages.")
 @click.argument("uri", metavar="VOLUME#NAME")
 @click.option("--yes", metavar="NAME", help="The name again, to say that its pages may go.")
 @click.option(
@@ -346,7 +346,7 @@ def rename(
     emit(found, as_json=as_json, text=lambda: [f"renamed {parsed.name} to {new_name}"])
 
 
-@namespace.command(name="takeover")
+@namespace.command(name="takeover", short_help="Put an owner out and close the KV namespace in order.")
 @click.argument("uri", metavar="VOLUME#NAME")
 @click.option("--yes", metavar="NAME", help="The name again, to say that its owner is dead or shall stop.")
 @host_options
@@ -392,7 +392,7 @@ def takeover_(
     emit(found, as_json=as_json, text=lambda: [f"{parsed.name}: {said}; fence: {fence}"])
 
 
-@namespace.command()
+@namespace.command(short_help="Make an empty KV namespace like another one.")
 @click.argument("uri", metavar="VOLUME#NAME")
 @click.argument("new_name", metavar="NEW_NAME")
 @host_options
@@ -419,7 +419,7 @@ def clone(
     emit(found, as_json=as_json, text=lambda: _text(found))
 
 
-@namespace.command()
+@namespace.command(short_help="Give a KV namespace another quota.")
 @click.argument("uri", metavar="VOLUME#NAME")
 @click.option("--quota", metavar="SIZE", help="Bytes of pages it may hold.")
 @click.option("--quota-pages", type=click.IntRange(1), help="The same as a number of pages.")
@@ -484,7 +484,7 @@ def resize(
     emit(found, as_json=as_json, text=lambda: _with_gifts(found))
 
 
-@namespace.command(name="set")
+@namespace.command(name="set", short_help="Give a KV namespace another priority or reserve.")
 @click.argument("uri", metavar="VOLUME#NAME")
 @click.option("--priority", type=click.IntRange(0, 255), help="Those of lower priority make room for it.")
 @click.option("--reserve", metavar="SIZE", help="As much of the quota never makes room for another.")

@@ -21,7 +21,7 @@ def page() -> None:
     """List and verify stored pages."""
 
 
-@page.command()
+@page.command(short_help="List the keys of stored pages, the last used first.")
 @click.argument("uri", metavar="VOLUME#NAME")
 @click.option("--limit", type=click.IntRange(1), help="Show at most so many  [default: all]")
 @host_options
@@ -65,7 +65,7 @@ def ls(
     emit({"pages_total": total, "pages": pages}, as_json=as_json, text=text)
 
 
-@page.command()
+@page.command(short_help="Read every stored page and check it.")
 @click.argument("uri", metavar="VOLUME#NAME")
 @host_options
 @timeout_option

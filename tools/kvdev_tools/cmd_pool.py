@@ -56,7 +56,7 @@ def _socket_path(given: str | None) -> str:
     return given or str(runtime_folder() / "pool.sock")
 
 
-@pool.command()
+@pool.command(short_help="Own KV namespaces and serve them until Ctrl-C.")
 @click.argument("uris", metavar="VOLUME#NAME...", nargs=-1, required=True)
 @_socket_option
 @click.option("--ready-file", metavar="FILE", help="File to write once it serves; removed at the end.")

@@ -97,7 +97,7 @@ def plan(
         return _show_plan(whole, color=color, as_json=as_json)
 
 
-@provision.command()
+@provision.command(short_help="Make what the file describes, step by step.")
 @click.argument("file", metavar="FILE")
 @click.option("--dry-run", is_flag=True, help="As plan.")
 @plan_options
@@ -195,7 +195,7 @@ def destroy(
         return _carry_out(whole, timeout_s=timeout_s, as_json=as_json)
 
 
-@provision.command()
+@provision.command(short_help="Show what of the file is there, and in what state.")
 @click.argument("file", metavar="FILE")
 @color_option
 @timeout_option
@@ -227,7 +227,7 @@ def status(file: str, color: str, timeout_s: float, as_json: bool) -> int:
     return int(ExitCode.OK if is_readable and is_well else ExitCode.UNREACHABLE)
 
 
-@provision.command()
+@provision.command(short_help="Write the file from what runs.")
 @click.option("--name", default="adopted", show_default=True, help="Name of the deployment.")
 @click.option(
     "--target", "targets", metavar="NAME=RPC", multiple=True, help="A target's SPDK and its socket."
@@ -270,7 +270,7 @@ def adopt(
     emit(document, as_json=as_json, text=lambda: [f"wrote {output}"] if output else [text.rstrip()])
 
 
-@provision.command()
+@provision.command(short_help="Write the configuration that SPDK reads at its start.")
 @click.argument("file", metavar="FILE")
 @click.argument("entry", metavar="ENTRY")
 @click.option("-o", "--output", metavar="FILE", help="Write there, in one step  [default: standard output]")

@@ -184,7 +184,7 @@ def register(
         _show(control.report(deadline), own_id, as_json=as_json)
 
 
-@reservation.command()
+@reservation.command(short_help="Forget this host, and what it alone holds.")
 @_namespace_options
 @_key_option("--key", is_required=True, text="This host's key.")
 def unregister(

@@ -145,7 +145,7 @@ def grow(
     emit(found, as_json=as_json, text=lambda: [f"grown by {format_size(gained)}", *_text(found)])
 
 
-@volume.command()
+@volume.command(short_help="Make a volume anew, empty, after a member is lost.")
 @click.argument("uri", metavar="VOLUME")
 @click.option(
     "--replace",
@@ -224,7 +224,7 @@ def recreate(
     emit(found, as_json=as_json, text=text)
 
 
-@volume.command()
+@volume.command(short_help="Verify everything on the members; --repair mends.")
 @click.argument("uri", metavar="VOLUME")
 @click.option("--structures-only", is_flag=True, help="Leave the pages out.")
 @click.option("--repair", is_flag=True, help="Put right what is found; nothing lost comes back.")

@@ -214,3 +214,28 @@ def test_an_interrupt_that_lands_in_a_destructor_is_not_lost(
     finally:
         signal.signal(signal.SIGINT, former)
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def groups(command: click.Command, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Every group below ``command``, itself included, by the words that reach it."""
+    if not isinstance(command, click.Group):
+        return []
+    context = click.Context(command)
+    found = [path]
+    for name in command.list_commands(context):
+        child = command.get_command(context, name)
+        assert child is not None, name
+        found += groups(child, (*path, name))
+    return found
+
+
+def test_help_of_every_group_fits_a_terminal_of_80_columns_uncut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = groups(main_module.cli, ())
+    assert ("volume",) in found
+    for words in found:
+        assert run([*words, "--help"]) == 0
+        lines = capsys.readouterr().out.split("Commands:\n", 1)[1].splitlines()
+        assert not [line for line in lines if line.endswith("...")], words
