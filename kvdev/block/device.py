@@ -345,7 +345,7 @@ class _Kept:
 
     def take(self, done: IoDoneArray) -> None:
         if not self._keeps_all:
-            if not done["error"].any():
+            if not np.count_nonzero(done["error"]):
                 return
             done = done[done["error"] != 0]
         self.room()[done["tag"].astype(np.int64)] = done

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.block.device import POLL_COUNT_MAX, BlockDevice, IoQueue, aligned_buffer
-from kvdev.block.local import bytes_at, check_ios, count_down_group
+from kvdev.block.local import check_ios
 from kvdev.clock import NS_PER_MS, NS_PER_S, SYSTEM_CLOCK, Deadline
 from kvdev.drill import DrillPlan
 from kvdev.errors import KvdevError, QueueFullError, UsageError
@@ -34,6 +34,8 @@ from kvdev.native.io import (
     IoArray,
     IoDoneArray,
     address_of,
+    bytes_at,
+    count_down_group,
 )
 from kvdev.units import MIB
 

@@ -13,17 +13,13 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvdev.block.device import POLL_COUNT_MAX, BlockDevice, read_blocks, write_blocks
 from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import QueueFullError, UsageError
-from kvdev.native.crc import crc32c_at
 from kvdev.native.io import (
-    GROUP_CRC32C,
     IO_DONE_DTYPE,
     IO_FUA,
-    IO_GROUP_DTYPE,
     OPCODE_DSM,
     OPCODE_FLUSH,
     OPCODE_READ,
@@ -31,6 +27,7 @@ from kvdev.native.io import (
     OPCODE_WRITE_ZEROES,
     IoArray,
     IoDoneArray,
+    count_down_group,
 )
 from kvdev.opcode import opcode_name
 
@@ -44,24 +41,6 @@ QUEUE_CAPACITY_COUNT = 4096
 
 SMALL_BATCH_COUNT = 16
 """Batches up to this are checked command by command: as fast as a dozen NumPy calls."""
-
-_IO_FIELDS = [
-    "tag",
-    "buf_addr",
-    "slba",
-    "group_addr",
-    "lba_count",
-    "device_index",
-    "opcode",
-    "flags",
-    "byte_count",
-]
-_BYTE = np.ctypeslib.as_ctypes_type(np.uint8)
-
-
-def bytes_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-    """A view of memory that the caller of the queue owns until the completion."""
-    return np.ctypeslib.as_array((_BYTE * size_bytes).from_address(address))
 
 
 def compare_then_write(
@@ -112,15 +91,15 @@ class LocalQueue:
                 f"queue: expected at most {self._capacity_count} commands, "
                 f"got {len(ios)} beside {self.outstanding_count}"
             )
-        rows = ios[_IO_FIELDS].tolist()
+        rows: list[tuple[Any, ...]] = ios.tolist()  # each in the order of IO_DTYPE
         if len(rows) > SMALL_BATCH_COUNT or not all(self._is_plain(row) for row in rows):
             self._check(ios)
         now_ns = SYSTEM_CLOCK.monotonic_ns()
-        self._pending.extend((now_ns, *row[:-1]) for row in rows)
+        self._pending.extend((now_ns, *row) for row in rows)
 
     def _is_plain(self, row: tuple[Any, ...]) -> bool:
         """Whether a command is a read or write that ``check_ios`` passes, or a flush: cheap for few commands."""
-        _, buf_addr, slba, _, lba_count, device_index, opcode, _, byte_count = row
+        _, buf_addr, slba, _, lba_count, byte_count, device_index, opcode, _, _ = row
         if device_index >= len(self._devices):
             return False
         device = self._devices[device_index]
@@ -143,28 +122,28 @@ class LocalQueue:
 
     def poll(self, *, min_count: int, deadline: Deadline, max_count: int = POLL_COUNT_MAX) -> IoDoneArray:
         del min_count  # Nothing happens unless it is done here, so there is never less to wait for.
-        done = np.zeros(min(max_count, self.outstanding_count), dtype=IO_DONE_DTYPE)
-        for index in range(len(done)):
+        done: list[tuple[int, ...]] = []  # each in the order of IO_DONE_DTYPE
+        for index in range(min(max_count, self.outstanding_count)):
             if self._abandoned:
                 io, error, status = self._abandoned.popleft(), -errno.ECANCELED, 0
             elif index and deadline.is_expired:
-                return done[:index]
+                break
             else:
                 io = self._pending.popleft()
                 error, status = self._run(io)
-            submit_ns, tag, _, _, group_addr, _, device_index, _, _ = io
+            submit_ns, tag, _, _, group_addr, _, _, device_index, _, _, _ = io
             now_ns = SYSTEM_CLOCK.monotonic_ns()
-            done[index] = (tag, submit_ns, submit_ns, now_ns, error, status, 0, device_index, 0, 0)
+            done.append((tag, submit_ns, submit_ns, now_ns, error, status, 0, device_index, 0, 0))
             if group_addr:
                 count_down_group(group_addr, submit_ns, now_ns, error, status)
-        return done
+        return np.array(done, dtype=IO_DONE_DTYPE)
 
     def abandon(self) -> None:
         self._abandoned.extend(self._pending)
         self._pending.clear()
 
     def _run(self, io: tuple[Any, ...]) -> tuple[int, int]:
-        _, _, buf_addr, slba, _, lba_count, device_index, opcode, flags = io
+        _, _, buf_addr, slba, _, lba_count, _, device_index, opcode, flags, _ = io
         device = self._devices[device_index]
         error, status = device.run(opcode, slba, lba_count, buf_addr)
         if not error and flags & IO_FUA and opcode in (OPCODE_WRITE, OPCODE_WRITE_ZEROES):
@@ -199,17 +178,3 @@ def check_ios(device: BlockDevice, ios: IoArray) -> None:
             f"{device.block_size_bytes} bytes, at most {device.max_transfer_bytes}, within {device.block_count} "
             f"blocks, got LBA {io['slba']}, {io['lba_count']} blocks, {io['byte_count']} bytes"
         )
-
-
-def count_down_group(group_addr: int, submit_ns: int, complete_ns: int, error: int, status: int) -> None:
-    """What the C core does with a group when one of its commands completes."""
-    group = bytes_at(group_addr, IO_GROUP_DTYPE.itemsize).view(IO_GROUP_DTYPE)
-    if group["submit_ns"][0] == 0:
-        group["submit_ns"] = submit_ns
-    group["complete_ns"] = complete_ns
-    if error and not group["error"][0]:
-        group["error"] = error
-        group["status"] = status
-    group["remaining"] -= 1
-    if group["remaining"][0] == 0 and group["flags"][0] & GROUP_CRC32C and not group["error"][0]:
-        group["crc32c"] = crc32c_at(int(group["buf_addr"][0]), int(group["byte_count"][0]))

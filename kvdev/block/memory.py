@@ -12,14 +12,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvdev.block.device import DeviceIdentity, aligned_buffer
+from kvdev.block.device import DeviceIdentity, aligned_buffer, error_of
 from kvdev.block.local import (
     STATUS_COMPARE_FAILURE,
     STATUS_INVALID_OPCODE,
     LocalDevice,
     LocalQueue,
-    bytes_at,
-    compare_then_write,
 )
 from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import CapacityError, UsageError
@@ -30,6 +28,8 @@ from kvdev.native.io import (
     OPCODE_READ,
     OPCODE_WRITE,
     OPCODE_WRITE_ZEROES,
+    address_of,
+    bytes_at,
 )
 from kvdev.units import MIB
 
@@ -90,8 +90,17 @@ class MemoryDevice(LocalDevice):
         self, slba: int, expected: bytes | bytearray, new: bytes | bytearray, deadline: Deadline
     ) -> bool:
         self._check_compare_and_write(slba, expected, new)
+        del deadline  # one step, which nothing waits for
         with self.queue.lock:  # nobody else reaches this memory
-            return compare_then_write(self, slba, expected, new, deadline)
+            for opcode, data in ((OPCODE_COMPARE, expected), (OPCODE_WRITE, new)):
+                payload = np.frombuffer(data, dtype=np.uint8)
+                count = len(data) // self.block_size_bytes
+                error, status = self.run(opcode, slba, count, address_of(payload))
+                if status == STATUS_COMPARE_FAILURE:
+                    return False
+                if error:
+                    raise error_of(error=error, status=status, opcode=opcode, slba=slba, uri=self.uri)
+        return True
 
     def run(self, opcode: int, slba: int, lba_count: int, address: int) -> tuple[int, int]:
         start = slba * self.block_size_bytes

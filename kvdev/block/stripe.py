@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev.block.device import POLL_COUNT_MAX, BlockDevice, DeviceIdentity, IoQueue, error_of, run_batch
-from kvdev.block.local import bytes_at, check_ios
+from kvdev.block.local import check_ios
 from kvdev.clock import NS_PER_MS, Deadline
 from kvdev.errors import QueueFullError, UnsupportedError, UsageError
 from kvdev.native.io import (
@@ -28,6 +28,7 @@ from kvdev.native.io import (
     OPCODE_FLUSH,
     IoArray,
     IoDoneArray,
+    bytes_at,
 )
 from kvdev.units import KIB, MIB, format_size, is_power_of_two
 
@@ -175,15 +176,15 @@ class StripeDevice(BlockDevice):
             ios["opcode"] = OPCODE_FLUSH
             ios["device_index"] = [member.device_index for member in group]
             done = run_batch(queue, ios, deadline)
-            for member, entry in zip(group, done, strict=True):
-                if entry["error"] and failure is None:
-                    failure = error_of(
-                        error=int(entry["error"]),
-                        status=int(entry["status"]),
-                        opcode=OPCODE_FLUSH,
-                        slba=0,
-                        uri=member.uri,
-                    )
+            if failure is None and np.count_nonzero(done["error"]):
+                first = int(np.flatnonzero(done["error"])[0])
+                failure = error_of(
+                    error=int(done["error"][first]),
+                    status=int(done["status"][first]),
+                    opcode=OPCODE_FLUSH,
+                    slba=0,
+                    uri=group[first].uri,
+                )
         if failure is not None:
             raise failure
 

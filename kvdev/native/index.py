@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import operator
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -112,6 +113,9 @@ class IndexStat:
     expired_count: int
     next_generation: int
     memory_bytes: int
+
+
+_STAT_FIELDS = operator.attrgetter(*IndexStat.__dataclass_fields__)
 
 
 def _pointer(array: npt.NDArray[Any], kind: str) -> Any:
@@ -317,7 +321,7 @@ class PageIndex:
     def stat(self) -> IndexStat:
         out = ffi.new("struct kvdev_index_stat *")
         lib.kvdev_index_stat(self._handle, out)
-        return IndexStat(**{name: int(getattr(out, name)) for name in IndexStat.__dataclass_fields__})
+        return IndexStat(*_STAT_FIELDS(out))
 
     def counts(self) -> tuple[int, int, int, int]:
         """Records due, and slots live, free and reserved: what a batch asks for, without the work of ``stat``."""

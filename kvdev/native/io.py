@@ -1,4 +1,4 @@
-"""NumPy layouts of the arrays the C core reads and writes in place (csrc/io.h).
+"""NumPy layouts of the arrays the C core reads and writes in place (csrc/io.h), and memory by its address.
 
 Not here: who fills them (``kvdev.block``, ``kvdev.store``).
 """
@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvdev._core import ffi
+from kvdev.native.crc import crc32c_at
 
 IO_DTYPE = np.dtype(
     {
@@ -92,6 +95,32 @@ EUNCERTAIN = 1001
 vouch for writes completed before."""
 
 
+_GROUP = ffi.typeof("struct kvdev_io_group *")
+
+
 def address_of(array: npt.NDArray[Any]) -> int:
     """Virtual address of an array's first byte; the caller keeps the array alive while it is used."""
     return int(array.ctypes.data)
+
+
+def bytes_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """A view of memory that the caller of the queue owns until the completion."""
+    return np.frombuffer(ffi.buffer(ffi.cast("uint8_t *", address), size_bytes), dtype=np.uint8)
+
+
+def count_down_group(group_addr: int, submit_ns: int, complete_ns: int, error: int, status: int) -> None:
+    """What the C core does with a group when one of its commands completes."""
+    group = ffi.cast(_GROUP, group_addr)
+    if not group.submit_ns:
+        group.submit_ns = submit_ns
+    if error and not group.error:
+        group.error = error
+        group.status = status
+    remaining = group.remaining
+    if not remaining:
+        return
+    if remaining == 1:
+        group.complete_ns = complete_ns
+        if group.flags & GROUP_CRC32C and not group.error:
+            group.crc32c = crc32c_at(group.buf_addr, group.byte_count)
+    group.remaining = remaining - 1

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from kvdev.block.device import BlockDevice
 from kvdev.clock import NS_PER_S, SYSTEM_CLOCK, Deadline
 from kvdev.errors import CorruptionError
-from kvdev.store.directory import Directory
+from kvdev.store.directory import Directory, Place
 from kvdev.store.fence import Fence
 from kvdev.store.lease import Lease, describe_holder, is_held, is_provably_dead
 from kvdev.store.lock import LockHeldError
@@ -57,15 +57,17 @@ def leave(fence: Fence, directory: Directory, deadline: Deadline) -> None:
 
 def claim(
     directory: Directory,
-    record_index: int,
+    place: Place,
     lease: Lease,
     members: Sequence[BlockDevice],
     *,
     takeover: bool,
     deadline: Deadline,
 ) -> None:
-    """Put the last owner out, or note until when its writes may land; the caller has the locks of this host."""
-    place = directory.read(record_index, deadline)
+    """Put the last owner out, or note until when its writes may land; the caller has the locks of this host.
+
+    ``place`` is the record's, read under these locks.
+    """
     record = place.record
     if record is None:
         raise CorruptionError(

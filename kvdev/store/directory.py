@@ -56,28 +56,21 @@ class Directory:
 
     def read(self, record_index: int, deadline: Deadline) -> Place:
         """The record at one place, from both copies."""
-        return self._judge(
-            record_index,
-            [
-                self._io.read(self.slba_of(record_index, copy), self._unit_blocks, deadline).tobytes()
-                for copy in range(COPY_COUNT)
-            ],
-        )
+        return self._judge(record_index, self._read_copies(record_index, self._unit_blocks, deadline))
 
     def read_raw(self, record_index: int, deadline: Deadline) -> list[bytes]:
         """The block of each copy."""
-        return [
-            self._io.read(self.slba_of(record_index, copy), 1, deadline).tobytes()
-            for copy in range(COPY_COUNT)
-        ]
+        return self._read_copies(record_index, 1, deadline)
+
+    def _read_copies(self, record_index: int, block_count: int, deadline: Deadline) -> list[bytes]:
+        runs = [(self.slba_of(record_index, copy), block_count) for copy in range(COPY_COUNT)]
+        return [blocks.tobytes() for blocks in self._io.read_runs(runs, deadline)]
 
     def read_all(self, deadline: Deadline) -> list[Place]:
         """Every place, with one read per copy of the directory."""
         count = self._superblock.record_count
-        regions = [
-            self._io.read(self.slba_of(0, copy), count * self._unit_blocks, deadline)
-            for copy in range(COPY_COUNT)
-        ]
+        runs = [(self.slba_of(0, copy), count * self._unit_blocks) for copy in range(COPY_COUNT)]
+        regions = self._io.read_runs(runs, deadline)
         return [
             self._judge(index, [bytes(region[index * UNIT_BYTES :][:UNIT_BYTES]) for region in regions])
             for index in range(count)

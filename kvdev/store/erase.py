@@ -119,9 +119,8 @@ class _Eraser:
         self._never = threading.Event()
         self._lease = Lease(f"{volume.name}#{record.name}", fence=Fence(volume.members))
         directory = volume.directory
-        claim(
-            directory, record.record_index, self._lease, volume.members, takeover=takeover, deadline=deadline
-        )
+        place = directory.read(record.record_index, deadline)
+        claim(directory, place, self._lease, volume.members, takeover=takeover, deadline=deadline)
         wait_fenced(self._lease, deadline)
         place = directory.read(record.record_index, deadline)
         current = place.record

@@ -7,6 +7,7 @@ Trust: reads untrusted bytes; raises only CorruptionError for bad ones.
 
 from __future__ import annotations
 
+import functools
 import json
 
 from kvdev.clock import Deadline
@@ -14,7 +15,7 @@ from kvdev.errors import CorruptionError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.native.crc import crc32c
 from kvdev.store.media import UNIT_BYTES
-from kvdev.store.superblock import Record
+from kvdev.store.superblock import RECORD_COUNT, Record
 from kvdev.store.volume_io import VolumeIo
 
 
@@ -55,12 +56,18 @@ def read_extent_geometry(io: VolumeIo, record: Record, *, what: str, deadline: D
 def _parse_geometry(data: bytes, record: Record, where: str) -> Geometry:
     """From bytes whose checksum is the record's."""
     try:
-        geometry = Geometry.from_dict(json.loads(data))
+        geometry, fingerprint = _parse(data)
     except (ValueError, TypeError) as problem:
         raise CorruptionError(f"{where}: {problem}") from problem
-    if geometry.fingerprint() != record.geometry_fingerprint:
+    if fingerprint != record.geometry_fingerprint:
         raise CorruptionError(
-            f"{where}: fingerprint: expected {record.geometry_fingerprint.hex()}, "
-            f"got {geometry.fingerprint().hex()}"
+            f"{where}: fingerprint: expected {record.geometry_fingerprint.hex()}, got {fingerprint.hex()}"
         )
     return geometry
+
+
+@functools.lru_cache(maxsize=RECORD_COUNT)
+def _parse(data: bytes) -> tuple[Geometry, bytes]:
+    """The geometry that these bytes always mean, and its fingerprint: opening asks more than once."""
+    geometry = Geometry.from_dict(json.loads(data))
+    return geometry, geometry.fingerprint()

@@ -33,7 +33,6 @@ class RecordKeeper:
         self._attempts: list[bytes] = []
         """What failed writes since the last success may have left in the copy that they went to."""
         self._uncertain_since_ns = 0
-        self._pause = threading.Event()  # never set: a pause between two looks at a fence
 
     def write(self, deadline: Deadline, **fields: object) -> None:
         """The next state, durable on return. After a failure the record before is still the last one known.
@@ -98,7 +97,8 @@ class RecordKeeper:
         """A plain write of unknown fate may still land over a newer one: its place rests until it cannot."""
         if not self._uncertain_since_ns or self._directory.can_compare:
             return  # compared, it cannot: what it expects is not there any more
+        pause = threading.Event()  # never set: a pause between two looks
         while not self._directory.is_fenced(self._uncertain_since_ns):
             deadline.check(f"{self.record.name}: record: an earlier write of unknown fate may still land")
-            self._pause.wait(min(_FENCE_LOOK_S, deadline.remaining_s()))
+            pause.wait(min(_FENCE_LOOK_S, deadline.remaining_s()))
         self._uncertain_since_ns = 0

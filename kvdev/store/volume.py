@@ -24,7 +24,7 @@ from kvdev.native.crc import crc32c
 from kvdev.native.index import Uint8Array, format_table, table_buffer
 from kvdev.native.io import OPCODE_WRITE
 from kvdev.store.claim import claim, leave, wait_fenced
-from kvdev.store.directory import Directory
+from kvdev.store.directory import Directory, Place
 from kvdev.store.erase import Progress, delete_namespace
 from kvdev.store.extents import Run, Space, place_new
 from kvdev.store.fence import Fence, GuestFence
@@ -507,9 +507,9 @@ class Volume:
         try:
             lease = None
             if lock is not None:
-                self._check_still_there(info.record, what, deadline)
+                place = self._check_still_there(info.record, what, deadline)
                 lease = Lease(what, fence=Fence(self.members), identity=identity, lease_ms=lease_ms)
-                claim(self.directory, index, lease, self.members, takeover=takeover, deadline=deadline)
+                claim(self.directory, place, lease, self.members, takeover=takeover, deadline=deadline)
                 if lease.fence.kind != "reservation":
                     writers = self.writer_lock(info.record)
                     lease.writers_gone = lambda: not writers.is_held_elsewhere()
@@ -635,7 +635,7 @@ class Volume:
                 if not record.is_clean:
                     claim(
                         self.directory,
-                        record.record_index,
+                        self.directory.read(record.record_index, deadline),
                         lease,
                         self.members,
                         takeover=takeover,
@@ -661,12 +661,14 @@ class Volume:
             self.io.flush(self.directory.write_place(record, deadline), deadline)
         return record
 
-    def _check_still_there(self, record: Record, what: str, deadline: Deadline) -> None:
+    def _check_still_there(self, record: Record, what: str, deadline: Deadline) -> Place:
         """What was read before the lock may have been deleted, and its place or devices given to another."""
         self._check_still_ours(deadline)
-        current = self.directory.read(record.record_index, deadline).record
+        place = self.directory.read(record.record_index, deadline)
+        current = place.record
         if current is not None and (not current.is_live or current.namespace_uuid != record.namespace_uuid):
             raise UsageError(f"{what}: was deleted meanwhile; open the volume anew")
+        return place
 
     def _check_still_ours(self, deadline: Deadline) -> None:
         label = read_label(self.members[0], deadline)

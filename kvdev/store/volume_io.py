@@ -210,16 +210,27 @@ class VolumeIo:
         self, opcode: int, slba: int, buffer: npt.NDArray[np.uint8], deadline: Deadline
     ) -> MemberMask:
         """Move one run of blocks; raises the first error. Returns the members it touched."""
-        piece = SEQUENTIAL_PIECE_BYTES
-        offsets = np.arange(0, buffer.nbytes, piece, dtype=np.uint64)
-        sizes = np.minimum(np.uint64(buffer.nbytes) - offsets, np.uint64(piece))
-        block = np.uint64(self.block_size_bytes)
+        return self.transfer_runs(opcode, [(slba, buffer)], deadline)
+
+    def transfer_runs(
+        self, opcode: int, runs: Sequence[tuple[int, npt.NDArray[np.uint8]]], deadline: Deadline
+    ) -> MemberMask:
+        """As ``transfer`` for several runs at once, each from its first block; in no order among them."""
+        block = self.block_size_bytes
+        starts, counts, addresses = [], [], []
+        for slba, buffer in runs:
+            address = address_of(buffer)
+            for offset in range(0, buffer.nbytes, SEQUENTIAL_PIECE_BYTES):
+                starts.append(slba + offset // block)
+                counts.append(min(SEQUENTIAL_PIECE_BYTES, buffer.nbytes - offset) // block)
+                addresses.append(address + offset)
         result = self.run(
             opcode,
-            np.uint64(slba) + offsets // block,
-            sizes // block,
-            np.uint64(address_of(buffer)) + offsets,
+            np.array(starts, dtype=np.uint64),
+            np.array(counts, dtype=np.uint64),
+            np.array(addresses, dtype=np.uint64),
             deadline=deadline,
+            blocks_total=sum(counts),
             may_copy=True,
         )
         failure = result.first_error(self.device.uri)
@@ -229,9 +240,14 @@ class VolumeIo:
 
     def read(self, slba: int, block_count: int, deadline: Deadline) -> npt.NDArray[np.uint8]:
         """A run of blocks in a new aligned buffer."""
-        buffer = aligned_buffer(block_count * self.block_size_bytes)
-        self.transfer(OPCODE_READ, slba, buffer, deadline)
-        return buffer
+        return self.read_runs([(slba, block_count)], deadline)[0]
+
+    def read_runs(self, runs: Sequence[tuple[int, int]], deadline: Deadline) -> list[npt.NDArray[np.uint8]]:
+        """Runs of blocks, first and count, all at once, each in a new aligned buffer."""
+        buffers = [aligned_buffer(count * self.block_size_bytes) for _, count in runs]
+        places = [(slba, buffer) for (slba, _), buffer in zip(runs, buffers, strict=True)]
+        self.transfer_runs(OPCODE_READ, places, deadline)
+        return buffers
 
     def write(self, slba: int, data: bytes | npt.NDArray[np.uint8], deadline: Deadline) -> MemberMask:
         """A run of blocks from ``data``, zero padded to whole blocks; returns the members to flush."""
@@ -306,7 +322,7 @@ class VolumeIo:
 
     def flush(self, members: MemberMask, deadline: Deadline) -> None:
         """Flush these members; every one is tried, the first failure raises."""
-        if not members.any():
+        if not np.count_nonzero(members):
             return
         if self._stripe is None:
             flush(self.device, deadline)

@@ -7,6 +7,7 @@ medium, in any order between blocks, each block whole: that is what a logical bl
 from __future__ import annotations
 
 import errno
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -96,6 +97,7 @@ class CrashStates:
         self._durable = [image.copy() for image in log._start]
         self._unsafe: list[CrashEvent] = []
         self._dirty: list[tuple[int, int, int]] = []
+        self._durable_key = 0
         self.cut_index = 0
         """The power fails before this event."""
         queue = LocalQueue()
@@ -133,6 +135,7 @@ class CrashStates:
         for write in self._unsafe:
             if write.member_index == event.member_index and write.payload is not None:
                 part = slice(write.offset_bytes, write.offset_bytes + write.payload.nbytes)
+                self._durable_key ^= self._change_of(self._pieces_of(write))
                 self._durable[write.member_index][part] = write.payload
                 self.devices[write.member_index].data[part] = write.payload
         self._unsafe = [write for write in self._unsafe if write.member_index != event.member_index]
@@ -140,15 +143,31 @@ class CrashStates:
 
     def pieces(self) -> list[list[Piece]]:
         """The blocks of each unsafe write, in order."""
+        return [self._pieces_of(write) for write in self._unsafe]
+
+    def _pieces_of(self, write: CrashEvent) -> list[Piece]:
+        assert write.payload is not None, "a flush is not kept among the writes"
         block = self._log.block_size_bytes
         return [
-            [
-                (write.member_index, write.offset_bytes + start, write.payload[start : start + block])
-                for start in range(0, write.payload.nbytes, block)
-            ]
-            for write in self._unsafe
-            if write.payload is not None
+            (write.member_index, write.offset_bytes + start, write.payload[start : start + block])
+            for start in range(0, write.payload.nbytes, block)
         ]
+
+    def key_of(self, choice: list[Piece]) -> int:
+        """A number that two states of one log share, at whatever cuts, exactly when all their bytes are the same."""
+        return self._durable_key ^ self._change_of(choice)
+
+    def _change_of(self, pieces: list[Piece]) -> int:
+        """What writing these blocks makes of the number of the durable content: each block counts by itself."""
+        change = 0
+        last = {(member_index, offset): data for member_index, offset, data in pieces}
+        for (member_index, offset), data in last.items():
+            before = self._durable[member_index][offset : offset + data.nbytes]
+            for content in (before, data):
+                place = member_index.to_bytes(8, "little") + offset.to_bytes(8, "little")
+                digest = hashlib.blake2b(content.tobytes(), digest_size=16, key=place).digest()
+                change ^= int.from_bytes(digest, "little")
+        return change
 
     def choices(
         self, rng: np.random.Generator, *, exhaustive_count: int, random_count: int

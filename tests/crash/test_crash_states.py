@@ -8,6 +8,7 @@ number. A fault names seed, cut and choice: the same test with that ``KVDEV_SEED
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from kvdev.keys import KeyArray
 from kvdev.native.index import SLOT_NONE, EntryArray, GrantArray, Uint32Array
 from kvdev.native.io import OPCODE_FLUSH
 from kvdev.store.directory import Directory
+from kvdev.store.fence import Fence
+from kvdev.store.lease import Lease, OwnerIdentity
 from kvdev.store.namespace import KvNamespace
 from kvdev.store.page_store import PageStatus, PageStore
 from kvdev.store.resize import resize_namespace
@@ -30,7 +33,7 @@ from kvdev.store.superblock import RECORD_COUNT
 from kvdev.store.superblock_io import write_superblocks
 from kvdev.store.volume import Volume
 from kvdev.store.volume_io import MemberMask, VolumeIo
-from kvdev.testing.crash_device import CrashLog, CrashStates, Fault
+from kvdev.testing.crash_device import CrashLog, CrashStates, Fault, Piece
 
 BLOCK = 512
 GEOMETRY = Geometry(model_id="crash", layer_count=1, kv_head_count=1, head_size=8, tokens_per_page=32)
@@ -42,6 +45,8 @@ QUOTA = 6
 JOURNAL_BLOCKS = 6
 STRIP = 16384
 MEMBER_BYTES = 1 << 20
+IDENTITY = OwnerIdentity.current()
+"""Asked of the kernel once, not for each of many thousand owners."""
 assert RECORD_COUNT * 4096 * 2 + 8 * STRIP < MEMBER_BYTES
 EXHAUSTIVE_COUNT = 4
 """Up to so many unsafe blocks every subset is tried: 16 states."""
@@ -225,17 +230,39 @@ class History:
 def open_namespace(
     io: VolumeIo, directory: Directory, record_index: int, namespace_type: type[KvNamespace] = KvNamespace
 ) -> KvNamespace:
+    lease = Lease("crash#kv", fence=Fence(), identity=IDENTITY)
     return namespace_type(
-        io, directory, record_index, what="crash#kv", mode="owner", lock=None, deadline=deadline()
+        io,
+        directory,
+        record_index,
+        what="crash#kv",
+        mode="owner",
+        lock=None,
+        lease=lease,
+        deadline=deadline(),
     )
 
 
+@dataclass
+class Found:
+    """What opening a state gave, whenever the power failed."""
+
+    refusal: str = ""
+    raw: dict[int, bytes] = field(default_factory=dict)
+    """What lies on media in the slot of each live key."""
+    fault: str | None = None
+
+
 class Judge:
-    """Opens states of one history's cuts and says what is wrong with them."""
+    """Opens states of one history's cuts and says what is wrong with them.
+
+    Many cuts leave the same bytes: those are opened once, and judged for each cut.
+    """
 
     def __init__(self, history: History, states: CrashStates) -> None:
         self.history = history
         self.states = states
+        self.found: dict[int, Found] = {}
         # Labels and superblock are written before the recording starts: each state has the same.
         volume = Volume.open(states.devices, deadline=deadline())
         self.io = volume.io
@@ -252,32 +279,47 @@ class Judge:
         start = (row * strip_blocks + within) * BLOCK
         return self.states.devices[member].data[start : start + PAGE].tobytes()
 
-    def fault_of(self, must: dict[int, set[int]]) -> str | None:
-        """What is wrong with the present state, or None."""
+    def fault_of(self, choice: list[Piece], must: dict[int, set[int]]) -> str | None:
+        """What is wrong with the state in which the chosen blocks have reached media, or None."""
         cut = self.states.cut_index
-        try:
-            namespace = open_namespace(self.io, self.directory, self.history.record.record_index)
-        except CorruptionError as refusal:
-            return f"refused to open: {refusal}"
-        slots = namespace.lookup(ALL_KEYS, touch=False)["slot_index"].tolist()
-        raw: dict[int, bytes] = {}
-        for number, slot in enumerate(slots):
-            if slot == SLOT_NONE:
-                continue
-            raw[number] = self.raw_page(slot)
-            owner, version, start = self.history.put_at.get(raw[number], (-1, -1, cut))
+        key = self.states.key_of(choice)
+        found = self.found.get(key)
+        if found is None:
+            self.states.apply(choice)
+            found = self.found[key] = self.open()
+            self.states.restore()
+        if found.refusal:
+            return f"refused to open: {found.refusal}"
+        for number, page in found.raw.items():
+            owner, version, start = self.history.put_at.get(page, (-1, -1, cut))
             if owner != number or start >= cut:
                 return f"key {number}: live, but its bytes were never put under it"
             if number in must and version not in must[number]:
                 return f"key {number}: was flushed and is another version"
         for number in must:
-            if number not in raw:
+            if number not in found.raw:
                 return f"key {number}: was flushed and is gone"
+        return found.fault
+
+    def open(self) -> Found:
+        try:
+            namespace = open_namespace(self.io, self.directory, self.history.record.record_index)
+        except CorruptionError as refusal:
+            return Found(refusal=str(refusal))
+        slots = namespace.lookup(ALL_KEYS, touch=False)["slot_index"].tolist()
+        raw = {number: self.raw_page(slot) for number, slot in enumerate(slots) if slot != SLOT_NONE}
+        return Found(raw=raw, fault=self.fault_of_get(namespace, raw) or self.fault_of_slots(namespace))
+
+    def fault_of_get(self, namespace: KvNamespace, raw: dict[int, bytes]) -> str | None:
+        """Users get what lies on media, and no more than that."""
         result = PageStore(namespace).get(ALL_KEYS, self.checked)
         if result.error_count or result.hit_count != len(raw):
             return f"get: expected {len(raw)} hits, got {result.hit_count}, {result.error_count} errors"
         if any(self.checked[number].tobytes() != page for number, page in raw.items()):
             return "get: other bytes than those on media"
+        return None
+
+    def fault_of_slots(self, namespace: KvNamespace) -> str | None:
         stat = namespace.stat().index
         if stat.live_count + stat.free_count + stat.leaving_count != stat.slot_count:
             return f"slots leak: {stat}"
@@ -297,9 +339,7 @@ def explore(history: History, *, state_limit: int = 1 << 30) -> tuple[int, str |
         must = history.must_survive(states.cut_index)
         choices = states.choices(rng, exhaustive_count=EXHAUSTIVE_COUNT, random_count=RANDOM_COUNT)
         for number, choice in enumerate(choices):
-            states.apply(choice)
-            fault = judge.fault_of(must)
-            states.restore()
+            fault = judge.fault_of(choice, must)
             count += 1
             if fault is not None:
                 where = f"cut {states.cut_index} of {len(history.log.events)}, choice {number}"
@@ -341,6 +381,27 @@ def test_any_cut_of_a_resize_leaves_the_old_size_or_the_new_one_and_every_page(
         assert fault is None, fault
         count += done
         histories += 1
+
+
+def test_states_of_one_history_have_one_key_exactly_when_their_bytes_are_the_same(seed: int) -> None:
+    history = History(seed, 2, op_count=30, has_faults=True)
+    rng = np.random.default_rng(seed)
+    states = history.log.states()
+    key_of_bytes: dict[bytes, int] = {}
+    bytes_of_key: dict[int, bytes] = {}
+    count = 0
+    while True:
+        for choice in states.choices(rng, exhaustive_count=EXHAUSTIVE_COUNT, random_count=RANDOM_COUNT):
+            key = states.key_of(choice)
+            states.apply(choice)
+            content = hashlib.sha256(b"".join(device.data.tobytes() for device in states.devices)).digest()
+            states.restore()
+            assert key_of_bytes.setdefault(content, key) == key
+            assert bytes_of_key.setdefault(key, content) == content
+            count += 1
+        if not states.advance():
+            break
+    assert 100 < len(bytes_of_key) < count
 
 
 def test_canary_when_the_new_table_is_not_flushed_everywhere_is_caught(

@@ -44,9 +44,20 @@ def soon() -> Deadline:
     return Deadline.after(20)
 
 
+class LookClock:
+    """Time that goes on by a microsecond with each look at it: how far a call comes is not up to the machine."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def monotonic_ns(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+
 def at_once() -> Deadline:
-    """For what may wait for a fence that does not come."""
-    return Deadline.after(0.02)
+    """For what may wait for a fence that does not come: ten times as many looks as any call takes that need not."""
+    return Deadline.after(0.0003, clock=LookClock())
 
 
 @dataclass
