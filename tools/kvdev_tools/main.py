@@ -40,6 +40,7 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "provision": ("kvdev_tools.cmd_provision", "provision", "Make targets, hosts and volumes from one file."),
     "key": ("kvdev_tools.cmd_key", "key", "Make and check secrets for authentication."),
     "drill": ("kvdev_tools.cmd_drill", "drill", "Let faults happen on a device, and watch it under reads."),
+    "probe": ("kvdev_tools.cmd_probe", "probe", "Measure devices with fio's job files."),
     "doctor": ("kvdev_tools.cmd_doctor", "doctor", "Check this host, and name what it lacks."),
     "kernels": ("kvdev_tools.cmd_kernels", "kernels", "List the page kernels that this machine can run."),
     "replay": ("kvdev_tools.cmd_replay", "replay", "Offload and restore the KV pages of a request trace."),
