@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "crc32c.h"
+#include "nh64.h"
 
 uint32_t kvdev_keys_find_duplicate(const uint8_t *keys, uint32_t count, uint32_t *scratch)
 {
@@ -36,5 +37,12 @@ void kvdev_crc32c_many(const uint64_t *from, uint64_t size_bytes, uint32_t count
 {
     for (uint32_t i = 0; i < count; i++) {
         crc32c[i] = kvdev_crc32c(0, (const void *)(uintptr_t)from[i], size_bytes);
+    }
+}
+
+void kvdev_nh64_many(const uint64_t *from, uint64_t size_bytes, uint32_t count, uint64_t *nh64)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        nh64[i] = kvdev_nh64((const void *)(uintptr_t)from[i], size_bytes);
     }
 }

@@ -37,6 +37,7 @@ struct kvdev_index {
     uint32_t pinned_count;
     uint32_t clock;
     int has_ages;
+    uint32_t algorithm;
     uint64_t evicted_count;
     uint64_t expired_count;
     uint64_t next_generation;
@@ -202,7 +203,8 @@ static int allocate(struct kvdev_index *index, const struct kvdev_index_config *
 int kvdev_index_create(uint8_t *table, const struct kvdev_index_config *config, struct kvdev_index **ret)
 {
     if (config->slot_count == 0 || config->slot_count >= NONE / 2 || config->block_bytes < 128
-        || config->pending_limit == 0 || config->policy > KVDEV_POLICY_S3FIFO) {
+        || config->pending_limit == 0 || config->policy > KVDEV_POLICY_S3FIFO
+        || config->algorithm < KVDEV_CHECKSUM_CRC32C || config->algorithm > KVDEV_CHECKSUM_NH64) {
         return -EINVAL;
     }
     struct kvdev_index *index = calloc(1, sizeof(*index));
@@ -215,6 +217,7 @@ int kvdev_index_create(uint8_t *table, const struct kvdev_index_config *config, 
     index->pending_limit = config->pending_limit;
     index->next_generation = config->next_generation;
     index->has_ages = config->has_ages != 0;
+    index->algorithm = config->algorithm;
     memcpy(index->uuid, config->uuid, sizeof(index->uuid));
     if (allocate(index, config) != 0) {
         kvdev_index_destroy(index);
@@ -283,13 +286,16 @@ static void load_live(struct kvdev_index *index, uint32_t slot, struct kvdev_mar
     set_state(index, loser, SLOT_LEAVING);
 }
 
-/* Insert every live entry, in slot order, with the lines of the ones ahead on their way. */
-static void load_hash(struct kvdev_index *index)
+/* Insert every live entry, in slot order, with the lines of the ones ahead on their way; returns how many have
+ * another checksum. */
+static uint32_t load_hash(struct kvdev_index *index)
 {
+    uint32_t foreign = 0;
     struct kvdev_mark marks[LOOKAHEAD];
     for (uint32_t ahead = 0; ahead < index->slot_count + LOOKAHEAD; ahead++) {
         uint32_t slot = ahead - LOOKAHEAD; /* wraps far above the count */
         if (slot < index->slot_count && entry_of(index, slot)->state == 1) {
+            foreign += entry_of(index, slot)->algorithm != index->algorithm;
             load_live(index, slot, marks[slot % LOOKAHEAD]);
         }
         if (ahead < index->slot_count && entry_of(index, ahead)->state == 1) {
@@ -297,6 +303,7 @@ static void load_hash(struct kvdev_index *index)
             kvdev_hash_prefetch(&index->hash, marks[ahead % LOOKAHEAD]);
         }
     }
+    return foreign;
 }
 
 /* Slots that hold no page: free ones, and those whose free record is due. */
@@ -340,7 +347,10 @@ int kvdev_index_load(struct kvdev_index *index)
     index->slot_limit = index->slot_count;
     index->free_head = index->free_tail = NONE;
     index->pending_count = index->duplicate_count = index->pinned_count = index->clock = 0;
-    load_hash(index);
+    if (load_hash(index) != 0) {
+        free(pairs);
+        return -EPROTO;
+    }
     for (uint32_t slot = 0; slot < index->slot_count; slot++) {
         if (state_of(index, slot) == SLOT_LIVE) {
             uint32_t last_use = entry_of(index, slot)->last_use;
@@ -480,14 +490,14 @@ static int grant_is_in(const struct kvdev_index *index, const struct kvdev_grant
     return grant->slot_index < index->slot_count && state_of(index, grant->slot_index) == state;
 }
 
-static void store_entry(struct kvdev_index *index, const uint8_t *key, struct kvdev_grant *grant,
-                        uint32_t crc32c)
+static void store_entry(struct kvdev_index *index, const uint8_t *key, struct kvdev_grant *grant, uint64_t sum)
 {
     struct kvdev_mark mark = kvdev_hash_mark(&index->hash, key);
     uint32_t older = kvdev_hash_find(&index->hash, &index->image, key, mark);
     uint32_t slot = grant->slot_index;
     struct kvdev_entry *entry = entry_of(index, slot);
-    grant->checksum = kvdev_entry_checksum(index->uuid, key, grant->generation, grant->length, crc32c);
+    grant->checksum = kvdev_entry_checksum(index->algorithm, index->uuid, key, grant->generation, grant->length,
+                                           sum);
     /* Due before its predecessor's free record: a cut between them leaves the key with one of the two. */
     set_state(index, slot, SLOT_LIVE);
     due(index, slot);
@@ -503,7 +513,7 @@ static void store_entry(struct kvdev_index *index, const uint8_t *key, struct kv
         .length = grant->length,
         .last_use = index->clock,
         .state = 1,
-        .algorithm = 1,
+        .algorithm = (uint8_t)index->algorithm,
         .use = use,
         .slot_index = slot,
     };
@@ -554,7 +564,7 @@ uint32_t kvdev_index_pin(struct kvdev_index *index, const uint8_t *keys, uint32_
 }
 
 int kvdev_index_commit(struct kvdev_index *index, const uint8_t *keys, struct kvdev_grant *grants,
-                       const uint32_t *crc32c, const uint8_t *outcome, uint32_t count, uint8_t *done)
+                       const void *sums, const uint8_t *outcome, uint32_t count, uint8_t *done)
 {
     uint64_t written = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -570,7 +580,7 @@ int kvdev_index_commit(struct kvdev_index *index, const uint8_t *keys, struct kv
             continue;
         }
         if (outcome[i] == KVDEV_OUTCOME_WRITTEN) {
-            store_entry(index, keys + (size_t)i * 32, &grants[i], crc32c[i]);
+            store_entry(index, keys + (size_t)i * 32, &grants[i], kvdev_sum_at(index->algorithm, sums, i));
             done[i] = 1;
         } else if (outcome[i] == KVDEV_OUTCOME_FAILED) {
             free_push(index, grants[i].slot_index);
@@ -732,8 +742,9 @@ static void move_entry(struct kvdev_index *index, uint32_t slot, const struct kv
     *entry = *old;
     entry->slot_index = to->slot_index;
     entry->generation = to->generation;
-    entry->checksum = kvdev_entry_checksum(index->uuid, old->key, to->generation, old->length,
-                                           (uint32_t)old->checksum);
+    entry->checksum = kvdev_entry_checksum(index->algorithm, index->uuid, old->key, to->generation, old->length,
+                                           kvdev_entry_sum(index->algorithm, index->uuid, old->key, old->generation,
+                                                           old->length, old->checksum));
     kvdev_hash_replace(&index->hash, kvdev_hash_mark(&index->hash, old->key), slot, to->slot_index);
     if (!kept) {
         kvdev_order_move(&index->order, slot, to->slot_index);
@@ -765,20 +776,6 @@ int kvdev_index_move(struct kvdev_index *index, const struct kvdev_grant *from, 
         }
     }
     return 0;
-}
-
-uint32_t kvdev_index_verify(const struct kvdev_index *index, const uint8_t *keys,
-                            const struct kvdev_grant *grants, const uint32_t *crc32c, uint32_t length,
-                            uint32_t count, uint8_t *valid)
-{
-    uint32_t valid_count = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        uint64_t expected = kvdev_entry_checksum(index->uuid, keys + (size_t)i * 32, grants[i].generation,
-                                                 grants[i].length, crc32c[i]);
-        valid[i] = expected == grants[i].checksum && grants[i].length == length;
-        valid_count += valid[i];
-    }
-    return valid_count;
 }
 
 /* --- records ------------------------------------------------------------------------------- */
@@ -899,7 +896,8 @@ int kvdev_index_follow(struct kvdev_index *index, const struct kvdev_entry *reco
                        uint64_t first_sequence)
 {
     for (uint32_t i = 0; i < count; i++) {
-        if (records[i].slot_index >= index->slot_count || records[i].state > 1) {
+        if (records[i].slot_index >= index->slot_count || records[i].state > 1
+            || (records[i].state == 1 && records[i].algorithm != index->algorithm)) {
             return -EINVAL;
         }
     }

@@ -53,12 +53,13 @@ struct kvdev_index_config {
     uint32_t pending_limit;
     uint32_t policy;             /* KVDEV_POLICY_ */
     uint32_t quota_pages;        /* what the policy is to expect */
+    uint32_t algorithm;          /* KVDEV_CHECKSUM_ of its pages */
     uint32_t has_ages;           /* 1: last use is the second in which a page was stored, and pages expire by it */
 };
 
 int kvdev_index_create(uint8_t *table, const struct kvdev_index_config *config, struct kvdev_index **ret);
 void kvdev_index_destroy(struct kvdev_index *index);
-/* Build everything from the table image. */
+/* Build everything from the table image. -EPROTO: a page has another checksum than the index's. */
 int kvdev_index_load(struct kvdev_index *index);
 uint8_t *kvdev_index_dirty_map(struct kvdev_index *index);
 /* The counters a batch asks for: pending, live, free, reserved. A stat counts dirty blocks as well. */
@@ -77,9 +78,9 @@ uint32_t kvdev_index_prefix(const struct kvdev_index *index, const uint8_t *keys
 /* All or nothing: -ENOSPC when fewer slots are free. */
 int kvdev_index_reserve(struct kvdev_index *index, uint32_t count, uint32_t length,
                         struct kvdev_grant *grants);
-/* Turn written grants into entries, give the others back. done[i] 1: stored. -ENOBUFS: commit first. */
+/* Turn written grants into entries with the sums of their bytes, give the others back. done[i] 1: stored. -ENOBUFS: commit first. */
 int kvdev_index_commit(struct kvdev_index *index, const uint8_t *keys, struct kvdev_grant *grants,
-                       const uint32_t *crc32c, const uint8_t *outcome, uint32_t count, uint8_t *done);
+                       const void *sums, const uint8_t *outcome, uint32_t count, uint8_t *done);
 int kvdev_index_remove(struct kvdev_index *index, const uint8_t *keys, uint32_t count, uint8_t *done);
 /* As remove, by grant: an entry that has another generation by now stays. */
 int kvdev_index_withdraw(struct kvdev_index *index, const struct kvdev_grant *grants, uint32_t count,
@@ -107,10 +108,6 @@ void kvdev_index_limit_slots(struct kvdev_index *index, uint32_t slot_limit);
  * the old one is not there any more, the slot was given back. -ENOBUFS: commit first. */
 int kvdev_index_move(struct kvdev_index *index, const struct kvdev_grant *from, const struct kvdev_grant *to,
                      uint32_t count, uint8_t *done);
-/* 1 where key, generation and bytes match the grant's checksum and its length is `length`; how many do. */
-uint32_t kvdev_index_verify(const struct kvdev_index *index, const uint8_t *keys,
-                            const struct kvdev_grant *grants, const uint32_t *crc32c, uint32_t length,
-                            uint32_t count, uint8_t *valid);
 
 /* Records due, in order; they are then in flight until settled (durable) or failed. */
 uint32_t kvdev_index_collect(struct kvdev_index *index, struct kvdev_entry *records, uint32_t max);

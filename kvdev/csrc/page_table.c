@@ -4,12 +4,13 @@
 #include <string.h>
 
 #include "crc32c.h"
+#include "nh64.h"
 
 #define HEADER_BYTES 64u
 #define TABLE_MAGIC 0x4c4254565645444bull /* "KDEVVTBL" as bytes */
 #define RECORD_MAGIC 0x434552565645444bull /* "KDEVVREC" as bytes */
 #define FORMAT_VERSION 1u
-#define RECORD_VERSION_MAX 2u
+#define RECORD_VERSION_MAX 3u
 
 static uint32_t media_crc(const uint8_t *block, uint32_t size)
 {
@@ -197,14 +198,82 @@ int kvdev_table_apply(uint8_t *table, uint32_t block_bytes, uint32_t slot_count,
     return 0;
 }
 
-uint64_t kvdev_entry_checksum(const uint8_t *uuid, const uint8_t *key, uint64_t generation, uint32_t length,
-                              uint32_t crc32c)
+/* What stands for the page's place, key and write in its checksum. */
+static void build_identity(uint8_t *identity, const uint8_t *uuid, const uint8_t *key, uint64_t generation,
+                           uint32_t length, uint32_t last)
 {
-    uint8_t identity[64];
     memcpy(identity, uuid, 16);
     memcpy(identity + 16, key, 32);
     memcpy(identity + 48, &generation, 8);
     memcpy(identity + 56, &length, 4);
-    memcpy(identity + 60, &crc32c, 4);
-    return (uint64_t)kvdev_crc32c(0, identity, sizeof(identity)) << 32 | crc32c;
+    memcpy(identity + 60, &last, 4);
+}
+
+uint64_t kvdev_entry_checksum(uint32_t algorithm, const uint8_t *uuid, const uint8_t *key, uint64_t generation,
+                              uint32_t length, uint64_t sum)
+{
+    uint8_t identity[64];
+    if (algorithm == KVDEV_CHECKSUM_NH64) {
+        build_identity(identity, uuid, key, generation, length, algorithm);
+        return kvdev_nh64(identity, sizeof(identity)) ^ sum;
+    }
+    build_identity(identity, uuid, key, generation, length, (uint32_t)sum);
+    return (uint64_t)kvdev_crc32c(0, identity, sizeof(identity)) << 32 | (uint32_t)sum;
+}
+
+uint64_t kvdev_entry_sum(uint32_t algorithm, const uint8_t *uuid, const uint8_t *key, uint64_t generation,
+                         uint32_t length, uint64_t checksum)
+{
+    if (algorithm == KVDEV_CHECKSUM_NH64) { /* its own inverse */
+        return kvdev_entry_checksum(algorithm, uuid, key, generation, length, checksum);
+    }
+    return (uint32_t)checksum;
+}
+
+uint64_t kvdev_sum_at(uint32_t algorithm, const void *sums, uint32_t index)
+{
+    return algorithm == KVDEV_CHECKSUM_NH64 ? ((const uint64_t *)sums)[index] : ((const uint32_t *)sums)[index];
+}
+
+uint32_t kvdev_grants_verify(uint32_t algorithm, const uint8_t *uuid, const uint8_t *keys,
+                             const struct kvdev_grant *grants, const void *sums, uint32_t length, uint32_t count,
+                             uint8_t *valid)
+{
+    uint32_t valid_count = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t expected = kvdev_entry_checksum(algorithm, uuid, keys + (size_t)i * 32, grants[i].generation,
+                                                 grants[i].length, kvdev_sum_at(algorithm, sums, i));
+        valid[i] = expected == grants[i].checksum && grants[i].length == length;
+        valid_count += valid[i];
+    }
+    return valid_count;
+}
+
+void kvdev_grants_sums(uint32_t algorithm, const uint8_t *uuid, const uint8_t *keys, const struct kvdev_grant *grants,
+                       uint32_t count, void *sums)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t sum = kvdev_entry_sum(algorithm, uuid, keys + (size_t)i * 32, grants[i].generation,
+                                       grants[i].length, grants[i].checksum);
+        if (algorithm == KVDEV_CHECKSUM_NH64) {
+            ((uint64_t *)sums)[i] = sum;
+        } else {
+            ((uint32_t *)sums)[i] = (uint32_t)sum;
+        }
+    }
+}
+
+uint32_t kvdev_table_find_algorithm(const uint8_t *table, uint32_t block_bytes, uint32_t slot_count,
+                                    uint32_t algorithm)
+{
+    uint32_t per_block = kvdev_table_entries_per_block(block_bytes);
+    for (uint32_t slot = 0; slot < slot_count; slot++) {
+        const uint8_t *entry = table + (size_t)(slot / per_block) * block_bytes + HEADER_BYTES
+                               + (size_t)(slot % per_block) * sizeof(struct kvdev_entry);
+        if (entry[offsetof(struct kvdev_entry, state)] == 1
+            && entry[offsetof(struct kvdev_entry, algorithm)] != algorithm) {
+            return slot;
+        }
+    }
+    return slot_count;
 }

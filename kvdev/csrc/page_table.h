@@ -8,6 +8,10 @@
 #include <stdint.h>
 
 /* cdef begin */
+/* Checksums of pages, by their number on media. Arrays of sums are uint32_t for CRC32C, uint64_t for NH-64. */
+#define KVDEV_CHECKSUM_CRC32C 1
+#define KVDEV_CHECKSUM_NH64 2
+
 struct kvdev_media_header {      /* first 64 bytes of every structure on media; little endian */
     uint64_t magic;
     uint16_t version;
@@ -28,7 +32,7 @@ struct kvdev_entry {             /* one slot, in the table and as a journal reco
     uint32_t length;
     uint32_t last_use;
     uint8_t state;               /* 0 free, 1 live */
-    uint8_t algorithm;           /* 1: crc32c of the bytes, crc32c of identity and that */
+    uint8_t algorithm;           /* KVDEV_CHECKSUM_ */
     uint16_t use;                /* how the eviction policy has seen it used; 0: not */
     uint32_t slot_index;
 };
@@ -60,8 +64,22 @@ uint32_t kvdev_table_merge(uint8_t *table, uint32_t block_bytes, uint32_t block_
 int kvdev_table_apply(uint8_t *table, uint32_t block_bytes, uint32_t slot_count, uint8_t *block_dirty,
                       const struct kvdev_entry *records, uint32_t count, uint64_t first_sequence);
 
-uint64_t kvdev_entry_checksum(const uint8_t *uuid, const uint8_t *key, uint64_t generation,
-                              uint32_t length, uint32_t crc32c);
+/* An entry's checksum, which binds `sum`, the one of the page's bytes, to what the page is; and `sum` out of it. */
+uint64_t kvdev_entry_checksum(uint32_t algorithm, const uint8_t *uuid, const uint8_t *key, uint64_t generation,
+                              uint32_t length, uint64_t sum);
+uint64_t kvdev_entry_sum(uint32_t algorithm, const uint8_t *uuid, const uint8_t *key, uint64_t generation,
+                         uint32_t length, uint64_t checksum);
+uint64_t kvdev_sum_at(uint32_t algorithm, const void *sums, uint32_t index);
+/* 1 where key, generation and sum of the bytes match the grant's checksum and its length is `length`; how many do. */
+uint32_t kvdev_grants_verify(uint32_t algorithm, const uint8_t *uuid, const uint8_t *keys,
+                             const struct kvdev_grant *grants, const void *sums, uint32_t length, uint32_t count,
+                             uint8_t *valid);
+/* The sums that the grants' bytes must have. */
+void kvdev_grants_sums(uint32_t algorithm, const uint8_t *uuid, const uint8_t *keys, const struct kvdev_grant *grants,
+                       uint32_t count, void *sums);
+/* The slot of the first live entry with another algorithm than this, or `slot_count`. */
+uint32_t kvdev_table_find_algorithm(const uint8_t *table, uint32_t block_bytes, uint32_t slot_count,
+                                    uint32_t algorithm);
 /* cdef end */
 
 _Static_assert(sizeof(struct kvdev_media_header) == 64, "a media header is 64 bytes");

@@ -181,16 +181,3 @@ uint32_t kvdev_view_lookup(const struct kvdev_view *view, const uint8_t *keys, u
     }
     return hits;
 }
-
-uint32_t kvdev_view_verify(const uint8_t *uuid, const uint8_t *keys, const struct kvdev_grant *grants,
-                           const uint32_t *crc32c, uint32_t length, uint32_t count, uint8_t *valid)
-{
-    uint32_t valid_count = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        uint64_t expected = kvdev_entry_checksum(uuid, keys + (size_t)i * 32, grants[i].generation,
-                                                 grants[i].length, crc32c[i]);
-        valid[i] = expected == grants[i].checksum && grants[i].length == length;
-        valid_count += valid[i];
-    }
-    return valid_count;
-}

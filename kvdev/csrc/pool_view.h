@@ -34,9 +34,6 @@ void kvdev_view_fill(const struct kvdev_view *view);
  * at the first that is not. */
 uint32_t kvdev_view_lookup(const struct kvdev_view *view, const uint8_t *keys, uint32_t count, int is_prefix,
                            struct kvdev_grant *grants);
-/* 1 where key, generation, length and CRC of the bytes match the grant's checksum; how many do. */
-uint32_t kvdev_view_verify(const uint8_t *uuid, const uint8_t *keys, const struct kvdev_grant *grants,
-                           const uint32_t *crc32c, uint32_t length, uint32_t count, uint8_t *valid);
 /* cdef end */
 
 _Static_assert(sizeof(struct kvdev_view) == 40, "a view is 40 bytes");

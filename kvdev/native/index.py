@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdev._core import ffi, lib
-from kvdev.errors import CapacityError, UsageError
+from kvdev.errors import CapacityError, UnsupportedError, UsageError
+from kvdev.native.checksum import CRC32C, PageChecksum, SumArray
 
 _T = TypeVar("_T")
 
@@ -157,11 +158,6 @@ _MEDIA_ERRORS = {
 }
 
 
-def entry_checksum(uuid: bytes, key: bytes, generation: int, length: int, crc32c: int) -> int:
-    """Checksum of an entry: CRC32C of the page below, CRC32C of identity and that above."""
-    return int(lib.kvdev_entry_checksum(uuid, key, generation, length, crc32c))
-
-
 class Table:
     """The page table's image: blocks as they lie on media, in a buffer of the caller."""
 
@@ -257,12 +253,14 @@ class PageIndex:
         eviction_policy: str = "lru",
         quota_pages: int | None = None,
         has_ages: bool = False,
+        checksum: PageChecksum = CRC32C,
     ) -> None:
         """An index with nothing in it; ``replay`` and ``load`` build it from the image.
 
         Args:
             quota_pages: how many pages the policy is to expect; the slots when not given.
             has_ages: an entry's last use is the second in which it was stored, and ``expire`` goes by it.
+            checksum: of all its pages.
         """
         config = ffi.new(
             "struct kvdev_index_config *",
@@ -275,6 +273,7 @@ class PageIndex:
                 "policy": POLICY_NUMBERS[eviction_policy],
                 "quota_pages": table.slot_count if quota_pages is None else quota_pages,
                 "has_ages": int(has_ages),
+                "algorithm": checksum.number,
             },
         )
         out = ffi.new("struct kvdev_index **")
@@ -283,6 +282,7 @@ class PageIndex:
             raise CapacityError(f"page index of {table.slot_count} slots: {os.strerror(-code)}")
         self.table = table
         self.pending_limit = pending_limit
+        self.checksum = checksum
         self._probe_threads = min(len(os.sched_getaffinity(0)), PROBE_THREADS_MAX)
         self._counts = ffi.new("uint32_t[4]")
         self._probers: ThreadPoolExecutor | None = None
@@ -301,9 +301,24 @@ class PageIndex:
         )
         return bool(code == 0)
 
-    def load(self) -> None:
-        """Build hash, lists and states from the table image."""
+    def load(self, what: str = "page table") -> None:
+        """Build hash, lists and states from the table image; UnsupportedError for pages of another checksum."""
         code = lib.kvdev_index_load(self._handle)
+        if code == -errno.EPROTO:
+            slot = int(
+                lib.kvdev_table_find_algorithm(
+                    _keys(self.table.image),
+                    self.table.block_bytes,
+                    self.table.slot_count,
+                    self.checksum.number,
+                )
+            )
+            number = int(self.table.entries(slot, 1)["algorithm"][0])
+            raise UnsupportedError(
+                f"{what}: slot {slot}: page checksum: expected {self.checksum.number} ({self.checksum.name}), "
+                f"got {number}",
+                feature="page checksum",
+            )
         if code:
             raise CapacityError(f"page index of {self.table.slot_count} slots: {os.strerror(-code)}")
 
@@ -393,15 +408,16 @@ class PageIndex:
         return grants if code == 0 else None
 
     def commit(
-        self, keys: Uint8Array, grants: GrantArray, crc32c: Uint32Array, outcome: Uint8Array
+        self, keys: Uint8Array, grants: GrantArray, sums: SumArray, outcome: Uint8Array
     ) -> npt.NDArray[np.bool_]:
         """Make entries of the grants that were written, free the others; fills in the grants' checksums."""
+        assert sums.dtype == self.checksum.sum_dtype
         done = np.empty(len(keys), dtype=np.bool_)
         code = lib.kvdev_index_commit(
             self._handle,
             _keys(keys),
             _grants(grants),
-            _pointer(crc32c, "uint32_t[]"),
+            ffi.from_buffer(sums),
             _keys(outcome),
             len(keys),
             _pointer(done, "uint8_t[]"),
@@ -472,22 +488,6 @@ class PageIndex:
         )
         return done
 
-    def verify(
-        self, keys: Uint8Array, grants: GrantArray, crc32c: Uint32Array, *, length: int
-    ) -> tuple[npt.NDArray[np.bool_], int]:
-        """Where key, generation, length and CRC of the bytes match the grant's checksum, and how many do."""
-        valid = np.empty(len(keys), dtype=np.bool_)
-        count = lib.kvdev_index_verify(
-            self._handle,
-            _keys(keys),
-            _grants(grants),
-            _pointer(crc32c, "uint32_t[]"),
-            length,
-            len(keys),
-            _pointer(valid, "uint8_t[]"),
-        )
-        return valid, int(count)
-
     def collect(self) -> EntryArray:
         """The records due, in order; in flight until ``settle`` or ``fail``."""
         records = np.empty(self.pending_limit, dtype=ENTRY_DTYPE)
@@ -555,12 +555,3 @@ def copy_many(to: Uint64Array, source: Uint64Array, size_bytes: int) -> None:
     if len(to) != len(source):
         raise UsageError(f"copy: expected as many sources as destinations, got {len(source)} and {len(to)}")
     lib.kvdev_copy_many(_pointer(to, "uint64_t[]"), _pointer(source, "uint64_t[]"), size_bytes, len(to))
-
-
-def crc32c_many(addresses: Uint64Array, size_bytes: int) -> Uint32Array:
-    """CRC32C of the bytes at each address."""
-    out = np.empty(len(addresses), dtype=np.uint32)
-    lib.kvdev_crc32c_many(
-        _pointer(addresses, "uint64_t[]"), size_bytes, len(addresses), _pointer(out, "uint32_t[]")
-    )
-    return out

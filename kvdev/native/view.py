@@ -72,20 +72,3 @@ class PageView:
             _pointer(grants, "struct kvdev_grant[]"),
         )
         return int(count)
-
-
-def verify_pages(
-    uuid: bytes, keys: Uint8Array, grants: GrantArray, crc32c: Uint32Array, *, length: int
-) -> tuple[npt.NDArray[np.bool_], int]:
-    """Where the bytes read under a grant are those put under its key, by their CRC32C; and how many are."""
-    valid = np.empty(len(keys), dtype=np.bool_)
-    count = lib.kvdev_view_verify(
-        uuid,
-        _pointer(keys, "uint8_t[]"),
-        _pointer(grants, "struct kvdev_grant[]"),
-        _pointer(crc32c, "uint32_t[]"),
-        length,
-        len(keys),
-        _pointer(valid, "uint8_t[]"),
-    )
-    return valid, int(count)

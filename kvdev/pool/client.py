@@ -32,15 +32,15 @@ from kvdev.errors import (
 )
 from kvdev.geometry import Geometry
 from kvdev.keys import KeyArray, PageKeys, check_keys, check_salt
+from kvdev.native.checksum import SumArray
 from kvdev.native.index import (
     GRANT_DTYPE,
     OUTCOME_UNKNOWN,
     SLOT_NONE,
     GrantArray,
     Uint8Array,
-    Uint32Array,
 )
-from kvdev.native.view import PageView, verify_pages
+from kvdev.native.view import PageView
 from kvdev.pool.link import PoolLink
 from kvdev.pool.protocol import COUNT_MAX, Commit, MessageError, MessageType, parse_grants, parse_json
 from kvdev.store.batch import (
@@ -170,6 +170,7 @@ class PoolStore:
         self.geometry = self._attached.geometry
         self.page_size_bytes = self.geometry.page_size_bytes
         self.quota_pages = self._attached.quota_pages
+        self.checksum = self._attached.page_io.checksum
         self._salt_mark = self._attached.salt_mark
         if geometry is not None:
             try:
@@ -216,7 +217,7 @@ class PoolStore:
             if not isinstance(error, ConnectError):
                 log.warning("%s: %s", self.what, error)
             return None
-        if found.geometry != self.geometry:
+        if found.geometry != self.geometry or found.page_io.checksum is not self.checksum:
             found.close()
             raise UsageError(
                 f"{self.what}: the pool at {self.path} serves another KV namespace of that name now"
@@ -290,7 +291,7 @@ class PoolStore:
         self,
         keys: KeyArray,
         grants: GrantArray,
-        crc32c: Uint32Array,
+        sums: SumArray,
         *,
         outcome: Uint8Array | None = None,
         members: npt.NDArray[np.bool_],
@@ -301,7 +302,7 @@ class PoolStore:
         """Make written grants readable for everybody, and give the others back; see ``KvNamespace.commit``."""
         if outcome is None:
             outcome = np.zeros(len(keys), dtype=np.uint8)
-        check_commit(keys, grants, crc32c, outcome)
+        check_commit(keys, grants, sums, outcome, checksum=self.checksum)
         check_array("members", members, len(members), np.dtype(np.bool_))
         if len(keys) > COUNT_MAX:
             raise CapacityError(
@@ -310,7 +311,7 @@ class PoolStore:
         if not len(keys):
             return np.zeros(0, dtype=np.bool_)
         sent_ns = SYSTEM_CLOCK.monotonic_ns() if sent_ns is None else sent_ns
-        body = Commit(keys, grants, crc32c, outcome, members, sent_ns).build()
+        body = Commit(keys, grants, sums, outcome, members, sent_ns).build()
         answer = self._ask(MessageType.COMMIT, body, deadline, granter=_granter)
         return np.frombuffer(answer, dtype=np.bool_)
 
@@ -326,19 +327,24 @@ class PoolStore:
         keys: KeyArray,
         pages: Pages,
         *,
-        checksums: npt.NDArray[np.uint32] | None = None,
+        checksums: SumArray | None = None,
         deadline: Deadline | None = None,
     ) -> PutResult:
         """Store pages, as ``PageStore.put``. While the pool is away each page is an ERROR and nothing is written."""
         deadline = deadline or Deadline.after(self._timeout_s)
         addresses = check_batch(
-            keys, pages, page_size_bytes=self.page_size_bytes, is_written=False, checksums=checksums
+            keys,
+            pages,
+            page_size_bytes=self.page_size_bytes,
+            is_written=False,
+            checksums=checksums,
+            checksum=self.checksum,
         )
         check_quota(self.what, len(keys), self.quota_pages)
 
         def put_some(
-            keys: KeyArray, addresses: AddressArray, checksums: Uint32Array | None
-        ) -> tuple[npt.NDArray[np.bool_], Uint32Array, KvdevError | None]:
+            keys: KeyArray, addresses: AddressArray, checksums: SumArray | None
+        ) -> tuple[npt.NDArray[np.bool_], SumArray, KvdevError | None]:
             return self._put_some(keys, addresses, checksums, deadline)
 
         with self._mutex:
@@ -346,16 +352,22 @@ class PoolStore:
             limit = 1 if attached is None else min(attached.batch_limit, COUNT_MAX)
             # Once it is away what is left would fare the same.
             return put_in_parts(
-                put_some, keys, addresses, checksums, limit=limit, ends_with=(TransportError,)
+                put_some,
+                keys,
+                addresses,
+                checksums,
+                limit=limit,
+                checksum=self.checksum,
+                ends_with=(TransportError,),
             )
 
     def _put_some(
         self,
         keys: KeyArray,
         addresses: npt.NDArray[np.uint64],
-        checksums: Uint32Array | None,
+        checksums: SumArray | None,
         deadline: Deadline,
-    ) -> tuple[npt.NDArray[np.bool_], Uint32Array, KvdevError | None]:
+    ) -> tuple[npt.NDArray[np.bool_], SumArray, KvdevError | None]:
         attached = self._attachment()
         if attached is None:
             raise ConnectionLostError(f"{self.what}: the pool process at {self.path} is away", trid=self.path)
@@ -368,24 +380,24 @@ class PoolStore:
             sent_ns = SYSTEM_CLOCK.monotonic_ns()
             try:
                 result = attached.page_io.write(
-                    grants, addresses, deadline=deadline, wants_crc=checksums is None
+                    grants, addresses, deadline=deadline, wants_sums=checksums is None
                 )
             except BaseException:
                 # Nobody knows how far it came; when the pool cannot be told either, it finds out by itself.
                 self._give_back(attached, keys, grants, sent_ns)
                 raise
-            crc32c = result.crc32c if checksums is None else checksums[: len(grants)]
+            sums = result.sums if checksums is None else checksums[: len(grants)]
             stored = self.commit(
                 keys,
                 grants,
-                crc32c,
+                sums,
                 outcome=result.outcome,
                 members=result.members,
                 sent_ns=sent_ns,
                 deadline=deadline,
                 _granter=attached,
             )
-            return stored, crc32c, result.failure
+            return stored, sums, result.failure
         finally:
             attached.writer_lock.drop()
 
@@ -394,7 +406,7 @@ class PoolStore:
             self.commit(
                 keys,
                 grants,
-                np.zeros(len(keys), dtype=np.uint32),
+                self.checksum.zeros(len(keys)),
                 outcome=np.full(len(keys), OUTCOME_UNKNOWN, dtype=np.uint8),
                 members=attached.page_io.all_members(),
                 sent_ns=sent_ns,
@@ -422,19 +434,19 @@ class PoolStore:
         deadline = deadline or Deadline.after(self._timeout_s)
         addresses = check_batch(keys, pages, page_size_bytes=self.page_size_bytes, is_written=True)
         status = np.zeros(len(keys), dtype=np.uint8)
-        crc32c = np.zeros(len(keys), dtype=np.uint32)
+        sums = self.checksum.zeros(len(keys))
         grants = self.lookup(keys)
         attached = self._attached
         hits = np.flatnonzero(grants["slot_index"] != SLOT_NONE)
         if attached is None or not len(hits):
-            return GetResult(status, crc32c, grants, None)
+            return GetResult(status, sums, grants, None)
         with self._mutex:
             result = attached.page_io.read(
                 np.ascontiguousarray(grants[hits]), np.ascontiguousarray(addresses[hits]), deadline=deadline
             )
         hit_keys, hit_grants = np.ascontiguousarray(keys[hits]), np.ascontiguousarray(grants[hits])
-        is_right, _ = verify_pages(
-            self.uuid, hit_keys, hit_grants, result.crc32c, length=self.page_size_bytes
+        is_right, _ = self.checksum.verify(
+            self.uuid, hit_keys, hit_grants, result.sums, length=self.page_size_bytes
         )
         is_read = result.error == 0
         found = np.where(is_read & is_right, PageStatus.HIT, PageStatus.ERROR).astype(np.uint8)
@@ -447,12 +459,15 @@ class PoolStore:
             self.stale_count += int(is_stale.sum())
             is_bad &= ~is_stale
         if is_bad.any():
-            failure = failure or mismatch_error(self.what, hits, is_bad, hit_grants, result.crc32c)
+            expected = self.checksum.grant_sums(self.uuid, hit_keys, hit_grants)
+            failure = failure or mismatch_error(
+                self.what, hits, is_bad, expected, result.sums, checksum=self.checksum
+            )
             self._withdraw(np.ascontiguousarray(hit_grants[is_bad]))
         status[hits] = found
-        crc32c[hits] = result.crc32c
+        sums[hits] = result.sums
         self._touch(attached, np.ascontiguousarray(hit_keys[found == PageStatus.HIT]))
-        return GetResult(status, crc32c, grants, failure)
+        return GetResult(status, sums, grants, failure)
 
     def _withdraw(self, grants: GrantArray) -> None:
         try:

@@ -27,7 +27,8 @@ from kvdev.errors import (
     UsageError,
 )
 from kvdev.keys import KEY_SIZE_BYTES, KeyArray
-from kvdev.native.index import GRANT_DTYPE, GrantArray, Uint8Array, Uint32Array
+from kvdev.native.checksum import PageChecksum, SumArray
+from kvdev.native.index import GRANT_DTYPE, GrantArray, Uint8Array
 
 MAGIC: Final = b"KDVP"
 VERSION: Final = 2
@@ -142,18 +143,19 @@ class Commit:
 
     keys: KeyArray
     grants: GrantArray
-    crc32c: Uint32Array
+    sums: SumArray
     outcome: Uint8Array
     members: npt.NDArray[np.bool_]
     sent_ns: int
 
     def build(self) -> bytes:
         head = _COMMIT.pack(len(self.keys), len(self.members), self.sent_ns)
-        arrays = (self.members.astype(np.uint8), self.keys, self.grants, self.crc32c, self.outcome)
+        arrays = (self.members.astype(np.uint8), self.keys, self.grants, self.sums, self.outcome)
         return head + b"".join(array.tobytes() for array in arrays)
 
 
-def parse_commit(untrusted: bytes) -> Commit:
+def parse_commit(untrusted: bytes, checksum: PageChecksum) -> Commit:
+    """``checksum`` is that of the KV namespace."""
     if len(untrusted) < _COMMIT.size:
         raise MessageError(f"pool commit: expected at least {_COMMIT.size} bytes, got {len(untrusted)}")
     count, member_count, sent_ns = _COMMIT.unpack_from(untrusted)
@@ -161,15 +163,20 @@ def parse_commit(untrusted: bytes) -> Commit:
     if not 0 < member_count <= MEMBER_COUNT_MAX:
         raise MessageError(f"pool commit: expected 1 to {MEMBER_COUNT_MAX} members, got {member_count}")
     rest = untrusted[_COMMIT.size :]
-    sizes = [("keys", KEY_SIZE_BYTES), ("grants", GRANT_DTYPE.itemsize), ("crc32c", 4), ("outcome", 1)]
-    keys, grants, crc32c, outcome = _split("commit", rest[member_count:], sizes, count)
+    sizes = [
+        ("keys", KEY_SIZE_BYTES),
+        ("grants", GRANT_DTYPE.itemsize),
+        ("sums", checksum.sum_dtype.itemsize),
+        ("outcome", 1),
+    ]
+    keys, grants, sums, outcome = _split("commit", rest[member_count:], sizes, count)
     outcomes = np.frombuffer(outcome, dtype=np.uint8)
     if outcomes.max(initial=0) > 2:
         raise MessageError(f"pool commit: outcome: expected 0 to 2, got {int(outcomes.max())}")
     return Commit(
         np.frombuffer(keys, dtype=np.uint8).reshape(count, KEY_SIZE_BYTES),
         np.frombuffer(grants, dtype=GRANT_DTYPE).copy(),
-        np.frombuffer(crc32c, dtype="<u4").astype(np.uint32),
+        np.frombuffer(sums, dtype=checksum.sum_dtype).copy(),
         outcomes,
         np.frombuffer(rest[:member_count], dtype=np.uint8) != 0,
         sent_ns,

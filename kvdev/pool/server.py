@@ -242,7 +242,8 @@ class PoolServer:
         if kind == MessageType.COMMIT:
             if connection.failures_known is None:
                 connection.failures_known = namespace.failed_commit_count
-            return service.commit(connection.granted, parse_commit(body), deadline=deadline).tobytes()
+            commit = parse_commit(body, service.namespace.checksum)
+            return service.commit(connection.granted, commit, deadline=deadline).tobytes()
         if kind == MessageType.FLUSH:
             self._flushes.append((connection, header.request_id))
             return None

@@ -124,7 +124,7 @@ class PoolService:
             stored = self.namespace.commit(
                 commit.keys,
                 commit.grants,
-                commit.crc32c,
+                commit.sums,
                 outcome=commit.outcome,
                 members=commit.members,
                 sent_ns=commit.sent_ns,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvdev.buffers import AddressArray, Pages, page_addresses
 from kvdev.errors import CapacityError, CorruptionError, KvdevError, UsageError
 from kvdev.keys import KeyArray, check_keys
+from kvdev.native.checksum import CRC32C, PageChecksum, SumArray
 from kvdev.native.index import (
     GRANT_DTYPE,
     OUTCOME_FAILED,
@@ -24,7 +25,6 @@ from kvdev.native.index import (
     OUTCOME_WRITTEN,
     GrantArray,
     Uint8Array,
-    Uint32Array,
     find_duplicate,
 )
 
@@ -48,8 +48,13 @@ class PutResult:
     """Per page STORED or ERROR; ``failure`` is the first page's error."""
 
     status: StatusArray
-    crc32c: Uint32Array
+    sums: SumArray
     failure: KvdevError | None
+
+    @property
+    def crc32c(self) -> SumArray:
+        """``sums`` under the name of the checksum that a KV namespace has unless it was made with another."""
+        return self.sums
 
     @property
     def stored_count(self) -> int:
@@ -65,14 +70,19 @@ class GetResult:
     """Per page HIT, MISS or ERROR.
 
     Only a HIT's bytes may be used; an ERROR's are undefined, a MISS's untouched, unless a follower found the page
-    replaced when it had read it. ``crc32c`` is that of the
+    replaced when it had read it. ``sums`` are the checksums of the
     bytes read with ``verify="store"``, and what the bytes must have with ``verify="kernel"``.
     """
 
     status: StatusArray
-    crc32c: Uint32Array
+    sums: SumArray
     grants: GrantArray
     failure: KvdevError | None
+
+    @property
+    def crc32c(self) -> SumArray:
+        """``sums`` under the name of the checksum that a KV namespace has unless it was made with another."""
+        return self.sums
 
     @property
     def hit_count(self) -> int:
@@ -96,7 +106,8 @@ def check_batch(
     *,
     page_size_bytes: int,
     is_written: bool,
-    checksums: Uint32Array | None = None,
+    checksums: SumArray | None = None,
+    checksum: PageChecksum = CRC32C,
 ) -> AddressArray:
     """Everything that can be wrong with a put or get; the pages' addresses.
 
@@ -109,7 +120,7 @@ def check_batch(
         raise UsageError(f"pages: expected one page per key, got {len(addresses)} for {len(keys)} keys")
     check_distinct(keys)
     if checksums is not None:
-        check_array("checksums", checksums, len(keys), np.dtype(np.uint32))
+        check_array("checksums", checksums, len(keys), checksum.sum_dtype)
     return addresses
 
 
@@ -147,12 +158,14 @@ def check_grants(grants: GrantArray) -> GrantArray:
     return np.ascontiguousarray(grants)
 
 
-def check_commit(keys: KeyArray, grants: GrantArray, crc32c: Uint32Array, outcome: Uint8Array) -> None:
+def check_commit(
+    keys: KeyArray, grants: GrantArray, sums: SumArray, outcome: Uint8Array, *, checksum: PageChecksum
+) -> None:
     """What written grants are given back with: an element each for every key."""
     check_keys(keys)
     for name, array, dtype in (
         ("grants", grants, GRANT_DTYPE),
-        ("crc32c", crc32c, np.dtype(np.uint32)),
+        ("sums", sums, checksum.sum_dtype),
         ("outcome", outcome, np.dtype(np.uint8)),
     ):
         check_array(name, array, len(keys), dtype)
@@ -166,17 +179,19 @@ def mismatch_error(
     what: str,
     positions: npt.NDArray[np.intp],
     is_bad: npt.NDArray[np.bool_],
-    grants: GrantArray,
-    actual: Uint32Array,
+    expected: SumArray,
+    actual: SumArray,
+    *,
+    checksum: PageChecksum,
 ) -> CorruptionError:
     """The first page whose bytes are not those put under its key; ``positions`` are places in the caller's batch."""
     first = int(np.flatnonzero(is_bad)[0])
-    place, expected = int(positions[first]), int(grants["checksum"][first]) & 0xFFFF_FFFF
+    place = int(positions[first])
     return CorruptionError(
-        f"{what}: page {place} of the batch: checksum: expected 0x{expected:08x}, "
-        f"got 0x{int(actual[first]):08x}; withdrawn",
+        f"{what}: page {place} of the batch: checksum: expected {checksum.text(expected[first])}, "
+        f"got {checksum.text(actual[first])}; withdrawn",
         extent=place,
-        expected=expected,
+        expected=int(expected[first]),
         actual=int(actual[first]),
     )
 
@@ -184,19 +199,20 @@ def mismatch_error(
 # --- a batch in parts ------------------------------------------------------------------------
 
 PutSome = Callable[
-    [KeyArray, AddressArray, "Uint32Array | None"],
-    "tuple[npt.NDArray[np.bool_], Uint32Array, KvdevError | None]",
+    [KeyArray, AddressArray, "SumArray | None"],
+    "tuple[npt.NDArray[np.bool_], SumArray, KvdevError | None]",
 ]
-"""Stores the first pages it is given, at least one: which of those are stored, their CRC32C, and the first error."""
+"""Stores the first pages it is given, at least one: which of those are stored, their checksums, and the first error."""
 
 
 def put_in_parts(
     put_some: PutSome,
     keys: KeyArray,
     addresses: AddressArray,
-    checksums: Uint32Array | None,
+    checksums: SumArray | None,
     *,
     limit: int,
+    checksum: PageChecksum = CRC32C,
     ends_with: tuple[type[KvdevError], ...] = (),
 ) -> PutResult:
     """Put a batch part by part, at most ``limit`` pages at once, and say of each page what became of it.
@@ -208,12 +224,12 @@ def put_in_parts(
         ends_with: errors after which whatever is left of the batch has failed too.
     """
     status = np.full(len(keys), PageStatus.ERROR, dtype=np.uint8)
-    crc32c = np.zeros(len(keys), dtype=np.uint32)
+    sums = checksum.zeros(len(keys))
     failure: KvdevError | None = None
     done, step = 0, limit
     while done < len(keys):
         part = slice(done, done + step)
-        given = None if checksums is None else np.ascontiguousarray(checksums[part])
+        given = None if checksums is None else checksums[part].copy()
         try:
             stored, checked, problem = put_some(keys[part], addresses[part], given)
         except CapacityError as error:
@@ -230,8 +246,8 @@ def put_in_parts(
             break
         part = slice(done, done + len(stored))
         status[part][stored] = PageStatus.STORED
-        crc32c[part] = checked
+        sums[part] = checked
         failure = failure or problem
         done += len(stored)
         step = min(limit, 2 * step)
-    return PutResult(status, crc32c, failure)
+    return PutResult(status, sums, failure)

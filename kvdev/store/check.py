@@ -312,7 +312,8 @@ def _check_pages(
             grants, places[: len(batch)], deadline=Deadline.after(timeout_s), may_copy=True
         )
         keys: npt.NDArray[np.uint8] = np.ascontiguousarray(batch["key"])
-        is_right = namespace.verify(keys, grants, result.crc32c)
+        is_right = namespace.verify(keys, grants, result.sums)
+        expected = namespace.sums_of(keys, grants)
         is_read = result.error == 0
         found.good_pages += int((is_read & is_right).sum())
         found.bad_pages += int((is_read & ~is_right).sum())
@@ -323,7 +324,11 @@ def _check_pages(
             namespace.withdraw(grants[is_bad], deadline=Deadline.after(timeout_s))
         for index in np.flatnonzero(is_bad):
             if len(found.findings) < FINDING_COUNT_MAX:
-                finding = _page_finding(namespace, batch[index], result.crc32c[index], is_read[index])
+                what = "cannot be read"
+                if is_read[index]:
+                    text = namespace.checksum.text
+                    what = f"checksum: expected {text(expected[index])}, got {text(result.sums[index])}"
+                finding = _page_finding(namespace, batch[index], what)
                 found.findings.append(replace(finding, is_repaired=options.repair))
         options.throttle.pace(len(batch) * page_bytes, options.never)
         if options.progress is not None:
@@ -331,11 +336,9 @@ def _check_pages(
             options.progress(CheckProgress(found.name, start + len(batch), len(entries), next_slot))
 
 
-def _page_finding(namespace: KvNamespace, entry: np.void, crc32c: np.uint32, is_read: np.bool_) -> Finding:
+def _page_finding(namespace: KvNamespace, entry: np.void, what: str) -> Finding:
     slot = int(entry["slot_index"])
     place = namespace.where(namespace.slot_slba(slot))
-    expected = int(entry["checksum"]) & 0xFFFFFFFF
-    what = f"checksum: expected 0x{expected:08x}, got 0x{int(crc32c):08x}" if is_read else "cannot be read"
     key = bytes(entry["key"]).hex()
     return Finding(namespace.what, f"page {key} in slot {slot} at {place}: {what}", lost_pages_max=1)
 

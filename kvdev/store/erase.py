@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvdev.block.device import aligned_buffer
 from kvdev.clock import Deadline
 from kvdev.errors import CorruptionError, KvdevError, UsageError
+from kvdev.native.checksum import CRC32C
 from kvdev.native.io import OPCODE_READ, OPCODE_WRITE
 from kvdev.store.claim import claim, leave, wait_fenced
 from kvdev.store.fence import Fence
@@ -100,6 +101,7 @@ def _freed(record: Record) -> Record:
         priority=0,
         reserve_pages=0,
         salt_mark=0,
+        checksum_number=CRC32C.number,
         erased_mib=0,
         further=(),
         scrub_slot=0,

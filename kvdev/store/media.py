@@ -17,6 +17,8 @@ from kvdev.native.index import media_error, seal
 FORMAT_VERSION = 1
 RECORD_VERSION = 2
 """Of records that say what version 1 does not know; others are written as version 1."""
+RECORD_VERSION_CHECKSUM = 3
+"""Of records whose pages have another checksum than CRC32C: who does not know it would take them for damaged."""
 HEADER = struct.Struct("<8sHHIII16sQQQ")
 HEADER_SIZE_BYTES = 64
 assert HEADER.size == HEADER_SIZE_BYTES
@@ -87,7 +89,7 @@ def _explain(reason: str, untrusted: bytes, magic: bytes, uuid: bytes | None) ->
         return f"magic: expected {magic.decode()}, got {untrusted[:8].hex()}"
     if reason == "version":
         version = int.from_bytes(untrusted[8:10], "little")
-        known = f"1 to {RECORD_VERSION}" if magic == MAGIC_RECORD else f"{FORMAT_VERSION}"
+        known = f"1 to {RECORD_VERSION_CHECKSUM}" if magic == MAGIC_RECORD else f"{FORMAT_VERSION}"
         return f"version: expected {known}, got {version}; use a kvdev that knows version {version}"
     if reason == "uuid" and uuid is not None:
         return f"uuid: expected {uuid.hex()}, got {untrusted[24:40].hex()}"

@@ -31,6 +31,7 @@ from kvdev.errors import (
     UsageError,
 )
 from kvdev.keys import KEY_SIZE_BYTES, KeyArray, check_keys
+from kvdev.native.checksum import SumArray
 from kvdev.native.index import (
     OUTCOME_FAILED,
     OUTCOME_UNKNOWN,
@@ -203,7 +204,8 @@ class KvNamespace:
                 f"{self.what}: page size: expected {self.geometry.page_size_bytes} by its geometry, "
                 f"got {record.page_size_bytes}"
             )
-        self.page_io = page_io_of(self._io, record)
+        self.page_io = page_io_of(self._io, record, what=self.what)
+        self.checksum = self.page_io.checksum
         block_bytes = self._io.block_size_bytes
         blocks = self._make_image((record.table_block_count + record.spare_block_count) * block_bytes)
         ring = aligned_buffer(record.journal_block_count * block_bytes)
@@ -235,6 +237,7 @@ class KvNamespace:
             eviction_policy=self.eviction_policy if self.eviction_policy in EVICTION_POLICIES else "none",
             quota_pages=record.quota_pages,
             has_ages=record.ttl_s > 0,
+            checksum=self.checksum,
         )
         report = self._journal.replay(
             ring,
@@ -243,7 +246,7 @@ class KvNamespace:
             is_record_doubtful=place.is_doubtful,
             limit_sequence=self._journal.durable_mark(ring, record) if self.mode == "follower" else None,
         )
-        self._index.load()
+        self._index.load(self.what)
         self.open_report = OpenReport(
             was_clean=record.is_clean,
             replayed_record_count=report.record_count,
@@ -438,15 +441,19 @@ class KvNamespace:
             self._check_usable()
             return self._index.longest_prefix(check_keys(keys))
 
-    def verify(self, keys: KeyArray, grants: GrantArray, crc32c: Uint32Array) -> npt.NDArray[np.bool_]:
-        """Where the bytes read under a grant are those put under its key, by their CRC32C."""
-        return self._index.verify(keys, grants, crc32c, length=self.page_size_bytes)[0]
+    def verify(self, keys: KeyArray, grants: GrantArray, sums: SumArray) -> npt.NDArray[np.bool_]:
+        """Where the bytes read under a grant are those put under its key, by their checksum."""
+        return self.verify_counted(keys, grants, sums)[0]
 
     def verify_counted(
-        self, keys: KeyArray, grants: GrantArray, crc32c: Uint32Array
+        self, keys: KeyArray, grants: GrantArray, sums: SumArray
     ) -> tuple[npt.NDArray[np.bool_], int]:
         """``verify``, and how many are right."""
-        return self._index.verify(keys, grants, crc32c, length=self.page_size_bytes)
+        return self.checksum.verify(self.uuid, keys, grants, sums, length=self.page_size_bytes)
+
+    def sums_of(self, keys: KeyArray, grants: GrantArray) -> SumArray:
+        """The checksums that the bytes of the grants' pages must have."""
+        return self.checksum.grant_sums(self.uuid, keys, grants)
 
     def confirm(self, grants: GrantArray) -> npt.NDArray[np.bool_]:
         """Where a grant's slot still holds the page it was given for; asked after a read without the lock."""
@@ -540,7 +547,7 @@ class KvNamespace:
         self,
         keys: KeyArray,
         grants: GrantArray,
-        crc32c: Uint32Array,
+        sums: SumArray,
         *,
         outcome: Uint8Array | None = None,
         members: MemberMask | None = None,
@@ -558,7 +565,7 @@ class KvNamespace:
         """
         if outcome is None:
             outcome = np.zeros(len(keys), dtype=np.uint8)
-        check_commit(keys, grants, crc32c, outcome)
+        check_commit(keys, grants, sums, outcome, checksum=self.checksum)
         with self.mutex:
             self._dirty_data |= self._io.all_members() if members is None else members
             lost = grants["slot_index"][outcome == OUTCOME_UNKNOWN].tolist()
@@ -567,14 +574,14 @@ class KvNamespace:
             try:
                 self._check_writable(deadline)
                 try:
-                    return self._index.commit(keys, grants, crc32c, outcome)
+                    return self._index.commit(keys, grants, sums, outcome)
                 except PendingFullError:
                     self._commit(deadline)
-                    return self._index.commit(keys, grants, crc32c, outcome)
+                    return self._index.commit(keys, grants, sums, outcome)
             except BaseException:
                 # What was written is whole, and nobody will ask for it: its slots can be used again.
                 outcome = np.where(outcome == OUTCOME_UNKNOWN, outcome, np.uint8(OUTCOME_FAILED))
-                self._index.commit(keys, grants, crc32c, outcome)
+                self._index.commit(keys, grants, sums, outcome)
                 raise
 
     def release(
@@ -590,7 +597,7 @@ class KvNamespace:
         self.commit(
             np.zeros((len(grants), KEY_SIZE_BYTES), dtype=np.uint8),
             grants,
-            np.zeros(len(grants), dtype=np.uint32),
+            self.checksum.zeros(len(grants)),
             outcome=np.full(len(grants), value, dtype=np.uint8),
             members=self._io.no_members(),
             sent_ns=sent_ns,
@@ -673,7 +680,7 @@ class KvNamespace:
                 )
             sent_ns = SYSTEM_CLOCK.monotonic_ns()
             try:
-                result = self.page_io.write(target, addresses, deadline=deadline, wants_crc=False)
+                result = self.page_io.write(target, addresses, deadline=deadline, wants_sums=False)
                 if result.failure is not None:
                     raise result.failure
             except BaseException:

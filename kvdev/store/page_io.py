@@ -14,12 +14,12 @@ import numpy.typing as npt
 from kvdev.block.device import aligned_buffer
 from kvdev.clock import Deadline
 from kvdev.errors import KvdevError, UsageError
+from kvdev.native.checksum import CRC32C, PageChecksum, SumArray, checksum_numbered
 from kvdev.native.index import (
     OUTCOME_FAILED,
     OUTCOME_UNKNOWN,
     GrantArray,
     copy_many,
-    crc32c_many,
 )
 from kvdev.native.io import OPCODE_READ, OPCODE_WRITE, address_of
 from kvdev.store.extents import SlotMap, slot_map_of
@@ -38,8 +38,8 @@ class PageResult:
 
     error: npt.NDArray[np.int32]
     """−errno, 0 for success."""
-    crc32c: npt.NDArray[np.uint32]
-    """CRC32C of the page's bytes where asked for and where the page did not fail."""
+    sums: SumArray
+    """Checksum of the page's bytes where asked for and where the page did not fail."""
     outcome: npt.NDArray[np.uint8]
     """OUTCOME_WRITTEN, OUTCOME_FAILED or OUTCOME_UNKNOWN: the owner's ``commit`` takes it."""
     members: MemberMask
@@ -51,10 +51,13 @@ class PageResult:
 class PageIo:
     """Moves whole pages between memory and slots."""
 
-    def __init__(self, io: VolumeIo, slots: SlotMap, *, page_size_bytes: int) -> None:
+    def __init__(
+        self, io: VolumeIo, slots: SlotMap, *, page_size_bytes: int, checksum: PageChecksum = CRC32C
+    ) -> None:
         self._io = io
         self._slots = slots
         self.page_size_bytes = page_size_bytes
+        self.checksum = checksum
         self._whole_blocks = page_size_bytes // io.block_size_bytes
         self._tail_bytes = page_size_bytes % io.block_size_bytes
 
@@ -68,7 +71,7 @@ class PageIo:
         addresses: Uint64Array,
         *,
         deadline: Deadline,
-        wants_crc: bool = True,
+        wants_sums: bool = True,
         may_copy: bool = False,
     ) -> PageResult:
         """Read each grant's page to its address; the bytes at a failed page's address are undefined.
@@ -76,7 +79,7 @@ class PageIo:
         ``may_copy`` is for checks that read into memory no device shares.
         """
         return self._run(
-            OPCODE_READ, grants, addresses, deadline=deadline, wants_crc=wants_crc, may_copy=may_copy
+            OPCODE_READ, grants, addresses, deadline=deadline, wants_sums=wants_sums, may_copy=may_copy
         )
 
     def read_slot(
@@ -99,10 +102,10 @@ class PageIo:
         return self._slots.slot_blocks * self._io.block_size_bytes
 
     def write(
-        self, grants: GrantArray, addresses: Uint64Array, *, deadline: Deadline, wants_crc: bool = True
+        self, grants: GrantArray, addresses: Uint64Array, *, deadline: Deadline, wants_sums: bool = True
     ) -> PageResult:
         """Write each page to its grant's slot; the pages must not change until this returns."""
-        return self._run(OPCODE_WRITE, grants, addresses, deadline=deadline, wants_crc=wants_crc)
+        return self._run(OPCODE_WRITE, grants, addresses, deadline=deadline, wants_sums=wants_sums)
 
     def _run(
         self,
@@ -111,7 +114,7 @@ class PageIo:
         addresses: Uint64Array,
         *,
         deadline: Deadline,
-        wants_crc: bool,
+        wants_sums: bool,
         may_copy: bool = False,
     ) -> PageResult:
         if len(grants) != len(addresses):
@@ -119,7 +122,7 @@ class PageIo:
         slba = self._slots.locate(grants)
         if self._tail_bytes:
             return self._run_with_tails(
-                opcode, slba, addresses, deadline=deadline, wants_crc=wants_crc, may_copy=may_copy
+                opcode, slba, addresses, deadline=deadline, wants_sums=wants_sums, may_copy=may_copy
             )
         result = self._io.run(
             opcode,
@@ -127,11 +130,17 @@ class PageIo:
             np.full(len(slba), self._whole_blocks, dtype=np.uint64),
             addresses,
             deadline=deadline,
-            crc_bytes=self.page_size_bytes if wants_crc else 0,
+            # The core sums pages as they come; others are looked at once more when all are there.
+            crc_bytes=self.page_size_bytes if wants_sums and self.checksum is CRC32C else 0,
             blocks_total=len(slba) * self._whole_blocks,
             may_copy=may_copy,
         )
-        return self._page_result(result, result.groups["crc32c"].copy())
+        sums: SumArray = result.groups["crc32c"].copy()
+        if self.checksum is not CRC32C:
+            sums = self.checksum.zeros(len(slba))
+            if wants_sums:
+                sums = self.checksum.sums(np.ascontiguousarray(addresses), self.page_size_bytes)
+        return self._page_result(result, sums)
 
     def _run_with_tails(
         self,
@@ -140,7 +149,7 @@ class PageIo:
         addresses: Uint64Array,
         *,
         deadline: Deadline,
-        wants_crc: bool,
+        wants_sums: bool,
         may_copy: bool,
     ) -> PageResult:
         """Pages that end within a block: that block goes through a buffer, so no byte past a page is touched.
@@ -150,7 +159,7 @@ class PageIo:
         block = self._io.block_size_bytes
         piece = TAIL_BUFFER_BYTES_MAX // block
         results = []
-        crc32c = np.zeros(len(slba), dtype=np.uint32)
+        sums = self.checksum.zeros(len(slba))
         for start in range(0, max(len(slba), 1), piece):
             part = slice(start, start + piece)
             count = len(slba[part])
@@ -178,25 +187,26 @@ class PageIo:
             if opcode == OPCODE_READ:
                 copy_many(page_tails, tail_addresses, self._tail_bytes)
             results.append(_fold_tails(result, count))
-            if wants_crc:
-                crc32c[part] = crc32c_many(np.ascontiguousarray(addresses[part]), self.page_size_bytes)
+            if wants_sums:
+                sums[part] = self.checksum.sums(np.ascontiguousarray(addresses[part]), self.page_size_bytes)
         members = np.logical_or.reduce([result.members for result in results])
         groups = np.concatenate([result.groups for result in results])
         has_failures = any(result.has_failures for result in results)
-        return self._page_result(ExtentResult(groups, members, opcode, slba, has_failures), crc32c)
+        return self._page_result(ExtentResult(groups, members, opcode, slba, has_failures), sums)
 
-    def _page_result(self, result: ExtentResult, crc32c: npt.NDArray[np.uint32]) -> PageResult:
+    def _page_result(self, result: ExtentResult, sums: SumArray) -> PageResult:
         error = result.groups["error"].copy()
         outcome = np.zeros(len(error), dtype=np.uint8)
         if result.has_failures:
             outcome[error != 0] = OUTCOME_FAILED
             outcome[result.has_unknown_fate] = OUTCOME_UNKNOWN
-        return PageResult(error, crc32c, outcome, result.members, result.first_error(self._io.device.uri))
+        return PageResult(error, sums, outcome, result.members, result.first_error(self._io.device.uri))
 
 
-def page_io_of(io: VolumeIo, record: Record) -> PageIo:
-    """Page I/O on the slots of a KV namespace's record."""
-    return PageIo(io, slot_map_of(record), page_size_bytes=record.page_size_bytes)
+def page_io_of(io: VolumeIo, record: Record, *, what: str) -> PageIo:
+    """Page I/O on the slots of a KV namespace's record; UnsupportedError for a checksum that nobody here computes."""
+    checksum = checksum_numbered(what, record.checksum_number)
+    return PageIo(io, slot_map_of(record), page_size_bytes=record.page_size_bytes, checksum=checksum)
 
 
 def _fold_tails(result: ExtentResult, page_count: int) -> ExtentResult:

@@ -17,7 +17,8 @@ from kvdev.buffers import AddressArray, Pages
 from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import KvdevError, UsageError
 from kvdev.keys import KeyArray, PageKeys, check_salt
-from kvdev.native.index import SLOT_NONE, GrantArray, Uint32Array
+from kvdev.native.checksum import SumArray
+from kvdev.native.index import SLOT_NONE, GrantArray
 from kvdev.store.batch import (
     GetResult,
     PageStatus,
@@ -48,6 +49,8 @@ class PageStore:
         self.what = namespace.what
         self.geometry = namespace.geometry
         self.page_size_bytes = namespace.page_size_bytes
+        self.checksum = namespace.checksum
+        """Which checksum its pages have: what ``put`` takes and ``get`` gives."""
         self._timeout_s = timeout_s
         self.stale_count = 0
         """Pages that a follower found replaced under its hands, and reported as misses."""
@@ -63,7 +66,7 @@ class PageStore:
         keys: KeyArray,
         pages: Pages,
         *,
-        checksums: npt.NDArray[np.uint32] | None = None,
+        checksums: SumArray | None = None,
         deadline: Deadline | None = None,
     ) -> PutResult:
         """Store pages; those under a key that is stored replace it.
@@ -72,45 +75,52 @@ class PageStore:
         would have replaced stays. The pages must not change until this returns.
 
         Args:
-            checksums: CRC32C of each page, ``(n,) uint32``, where a kernel has computed them already.
+            checksums: of each page, by the namespace's algorithm, where a kernel has computed them already: ``(n,)
+                uint32`` CRC32C, or ``(n,) uint64`` NH-64.
         """
         deadline = deadline or Deadline.after(self._timeout_s)
         addresses = check_batch(
-            keys, pages, page_size_bytes=self.page_size_bytes, is_written=False, checksums=checksums
+            keys,
+            pages,
+            page_size_bytes=self.page_size_bytes,
+            is_written=False,
+            checksums=checksums,
+            checksum=self.checksum,
         )
         check_quota(self.namespace.what, len(keys), self.namespace.quota_pages)
 
         def put_some(
-            keys: KeyArray, addresses: AddressArray, checksums: Uint32Array | None
-        ) -> tuple[npt.NDArray[np.bool_], Uint32Array, KvdevError | None]:
+            keys: KeyArray, addresses: AddressArray, checksums: SumArray | None
+        ) -> tuple[npt.NDArray[np.bool_], SumArray, KvdevError | None]:
             return self._put_some(keys, addresses, checksums, deadline)
 
-        return put_in_parts(put_some, keys, addresses, checksums, limit=self.namespace.batch_limit)
+        limit = self.namespace.batch_limit
+        return put_in_parts(put_some, keys, addresses, checksums, limit=limit, checksum=self.checksum)
 
     def _put_some(
         self,
         keys: KeyArray,
         addresses: AddressArray,
-        checksums: Uint32Array | None,
+        checksums: SumArray | None,
         deadline: Deadline,
-    ) -> tuple[npt.NDArray[np.bool_], Uint32Array, KvdevError | None]:
+    ) -> tuple[npt.NDArray[np.bool_], SumArray, KvdevError | None]:
         namespace = self.namespace
         grants = namespace.reserve(keys, may_be_fewer=True, deadline=deadline)
         keys, addresses = keys[: len(grants)], addresses[: len(grants)]
         sent_ns = SYSTEM_CLOCK.monotonic_ns()
         try:
             result = namespace.page_io.write(
-                grants, addresses, deadline=namespace.bounded(deadline), wants_crc=checksums is None
+                grants, addresses, deadline=namespace.bounded(deadline), wants_sums=checksums is None
             )
         except BaseException:
             # Nobody knows how far it came: the slots stay out of use until nothing can land there any more.
             namespace.release(grants, is_fate_unknown=True, sent_ns=sent_ns, deadline=deadline)
             raise
-        crc32c = result.crc32c if checksums is None else checksums[: len(grants)]
+        sums = result.sums if checksums is None else checksums[: len(grants)]
         stored = namespace.commit(
             keys,
             grants,
-            crc32c,
+            sums,
             outcome=result.outcome,
             members=result.members,
             sent_ns=sent_ns,
@@ -118,7 +128,7 @@ class PageStore:
         )
         # Only now: it may raise, and what was granted has been given back.
         namespace.note_failure(result.failure)
-        return stored, crc32c, result.failure
+        return stored, sums, result.failure
 
     def get(
         self,
@@ -131,7 +141,7 @@ class PageStore:
         """Read the pages that are stored, each to its place; they count as used, the first as the latest.
 
         Args:
-            verify: ``store`` checks every page here; with ``kernel`` the caller compares ``crc32c`` with the
+            verify: ``store`` checks every page here; with ``kernel`` the caller compares ``sums`` with the
                 bytes and reports the pages that differ to ``report_bad``.
         """
         if verify not in ("store", "kernel"):
@@ -151,15 +161,15 @@ class PageStore:
             return self._get_all(keys, grants, addresses, verify, deadline)
         hit_index = np.flatnonzero(grants["slot_index"] != SLOT_NONE)
         status = np.zeros(len(keys), dtype=np.uint8)
-        crc32c = np.zeros(len(keys), dtype=np.uint32)
+        sums = self.checksum.zeros(len(keys))
         if not len(hit_index):
-            return GetResult(status, crc32c, grants, None)
+            return GetResult(status, sums, grants, None)
         got = self._get_all(
             keys[hit_index], grants[hit_index], addresses[hit_index], verify, deadline, hit_index
         )
         status[hit_index] = got.status
-        crc32c[hit_index] = got.crc32c
-        return GetResult(status, crc32c, grants, got.failure)
+        sums[hit_index] = got.sums
+        return GetResult(status, sums, grants, got.failure)
 
     def _get_all(
         self,
@@ -172,8 +182,8 @@ class PageStore:
     ) -> GetResult:
         """Read and check pages that are all stored; ``positions`` are their places in the caller's batch."""
         namespace = self.namespace
-        result = namespace.page_io.read(grants, addresses, deadline=deadline, wants_crc=verify == "store")
-        actual = result.crc32c if verify == "store" else grants["checksum"].astype(np.uint32)
+        result = namespace.page_io.read(grants, addresses, deadline=deadline, wants_sums=verify == "store")
+        actual = result.sums if verify == "store" else namespace.sums_of(keys, grants)
         is_right, right_count = namespace.verify_counted(keys, grants, actual)
         if right_count == len(keys) and result.failure is None:
             return GetResult(np.full(len(keys), PageStatus.HIT, dtype=np.uint8), actual, grants, None)
@@ -188,7 +198,10 @@ class PageStore:
         elif is_bad.any():
             namespace.withdraw(grants[is_bad], deadline=deadline)
             where = np.arange(len(keys)) if positions is None else positions
-            failure = failure or mismatch_error(namespace.what, where, is_bad, grants, actual)
+            expected = namespace.sums_of(keys, grants)
+            failure = failure or mismatch_error(
+                namespace.what, where, is_bad, expected, actual, checksum=self.checksum
+            )
         return GetResult(status, actual, grants, failure)
 
     def report_bad(

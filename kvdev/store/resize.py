@@ -122,7 +122,7 @@ def _move(namespace: KvNamespace, source: GrantArray, entries: EntryArray, deadl
     buffer = aligned_buffer(len(source) * page_bytes)
     places = np.uint64(address_of(buffer)) + np.arange(len(source), dtype=np.uint64) * np.uint64(page_bytes)
     result = namespace.page_io.read(source, places, deadline=deadline, may_copy=True)
-    is_good = namespace.verify(np.ascontiguousarray(entries["key"]), source, result.crc32c) & (
+    is_good = namespace.verify(np.ascontiguousarray(entries["key"]), source, result.sums) & (
         result.error == 0
     )
     if not is_good.all():

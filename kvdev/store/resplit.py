@@ -21,7 +21,8 @@ from kvdev.clock import Deadline
 from kvdev.errors import KvdevError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.keys import KeyArray, check_keys
-from kvdev.native.index import GRANT_DTYPE, SLOT_NONE, GrantArray, copy_many, crc32c_many
+from kvdev.native.checksum import CRC32C
+from kvdev.native.index import GRANT_DTYPE, SLOT_NONE, GrantArray, copy_many
 from kvdev.native.io import address_of
 from kvdev.store.batch import GetResult, PageStatus, check_batch
 from kvdev.store.namespace import Mode
@@ -121,7 +122,8 @@ class SplitReader:
         """Read the pages that all sources have, each to its place.
 
         Each source verifies its page. An ERROR's bytes are undefined, and so are those of a MISS that a source had.
-        ``crc32c`` is that of the bytes handed out, where it is a HIT; ``grants`` name no slot.
+        ``sums`` are CRC32C of the bytes handed out, whatever the sources have, where it is a HIT; ``grants`` name no
+        slot.
         """
         deadline = deadline or Deadline.after(self._timeout_s)
         addresses = check_batch(keys, pages, page_size_bytes=self.page_size_bytes, is_written=True)
@@ -134,12 +136,12 @@ class SplitReader:
             status[wanted] = got
             failure = failure or problem
         hits = np.flatnonzero(status == PageStatus.HIT)
-        crc32c = np.zeros(len(keys), dtype=np.uint32)
+        sums = CRC32C.zeros(len(keys))
         if len(hits):
-            crc32c[hits] = crc32c_many(np.ascontiguousarray(addresses[hits]), self.page_size_bytes)
+            sums[hits] = CRC32C.sums(np.ascontiguousarray(addresses[hits]), self.page_size_bytes)
         grants: GrantArray = np.zeros(len(keys), dtype=GRANT_DTYPE)
         grants["slot_index"] = SLOT_NONE
-        return GetResult(status, crc32c, grants, failure)
+        return GetResult(status, sums, grants, failure)
 
     def _read(
         self,

@@ -20,8 +20,8 @@ import numpy as np
 from kvdev.block.device import aligned_buffer
 from kvdev.clock import Deadline, unix_time_s
 from kvdev.errors import CommandError, KvdevError, LeaseLostError, TransportError, UsageError
-from kvdev.native.crc import crc32c
 from kvdev.native.index import EntryArray
+from kvdev.native.io import address_of
 from kvdev.store.check import grants_of
 from kvdev.store.namespace import KvNamespace
 from kvdev.store.throttle import Throttle
@@ -187,12 +187,13 @@ class Scrubber:
     def _judge(self, entry: EntryArray) -> None:
         grants = grants_of(entry)
         keys = np.ascontiguousarray(entry["key"])
-        actual = np.array([crc32c(self._buffer[: self.namespace.page_size_bytes])], dtype=np.uint32)
+        checksum = self.namespace.checksum
+        places = np.array([address_of(self._buffer)], dtype=np.uint64)
+        actual = checksum.sums(places, self.namespace.page_size_bytes)
         if not self.namespace.verify(keys, grants, actual)[0]:
-            expected = int(grants["checksum"][0]) & 0xFFFFFFFF
-            self._withdraw(
-                entry, "damaged", f"checksum: expected 0x{expected:08x}, got 0x{int(actual[0]):08x}"
-            )
+            expected = self.namespace.sums_of(keys, grants)
+            what = f"checksum: expected {checksum.text(expected[0])}, got {checksum.text(actual[0])}"
+            self._withdraw(entry, "damaged", what)
 
     def _is_of_the_page(self, error: CommandError | TransportError) -> bool:
         """Whether an error says that this page's blocks are lost; too many in a row say that the device is."""

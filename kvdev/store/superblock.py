@@ -10,6 +10,7 @@ import struct
 from dataclasses import MISSING, dataclass, field, fields, replace
 
 from kvdev.errors import CorruptionError
+from kvdev.native.checksum import CRC32C, PAGE_CHECKSUMS
 from kvdev.store.media import (
     FORMAT_VERSION,
     HEADER_SIZE_BYTES,
@@ -17,6 +18,7 @@ from kvdev.store.media import (
     MAGIC_SUPERBLOCK,
     NAME_BYTES,
     RECORD_VERSION,
+    RECORD_VERSION_CHECKSUM,
     STRUCTURE_BYTES,
     MediaHeader,
     build_structure,
@@ -126,7 +128,7 @@ _LEASE = struct.Struct("<16sQIIQ40s")
 _LEASE_OFFSET = 336 - HEADER_SIZE_BYTES
 """Behind what the first version of the record had: all zero there means that nobody has a lease."""
 HOST_NAME_BYTES = 40
-_TENANT = struct.Struct("<IB3x")
+_TENANT = struct.Struct("<IBB2x")
 _TENANT_OFFSET = _LEASE_OFFSET + _LEASE.size
 _EXTENT = struct.Struct("<QQII")
 _EXTENT_OFFSET = _TENANT_OFFSET + _TENANT.size
@@ -219,6 +221,8 @@ class Record:
     """While it is being erased: how much of its extents, one after the other, is."""
     further: tuple[Extent, ...] = ()
     """Runs of blocks after the first, with the slots that follow the first's."""
+    checksum_number: int = CRC32C.number
+    """Of the checksum that its pages have; a later version may know more."""
 
     @property
     def is_live(self) -> bool:
@@ -247,6 +251,8 @@ class Record:
     @property
     def version(self) -> int:
         """The lowest that a reader must know in order not to misread it."""
+        if self.checksum_number != CRC32C.number:
+            return RECORD_VERSION_CHECKSUM
         news = (self.priority, self.reserve_pages, self.salt_mark, self.erased_mib, self.further)
         return RECORD_VERSION if any(news) or self.is_erasing else FORMAT_VERSION
 
@@ -284,6 +290,14 @@ def policy_name(record: Record) -> str:
     """The eviction policy's name; a number this version does not know is shown as such."""
     number = record.eviction_policy
     return EVICTION_POLICIES[number] if number < len(EVICTION_POLICIES) else f"unknown ({number})"
+
+
+def checksum_name(record: Record) -> str:
+    """The page checksum's name; a number this version does not know is shown as such."""
+    for each in PAGE_CHECKSUMS.values():
+        if each.number == record.checksum_number:
+            return each.name
+    return f"unknown ({record.checksum_number})"
 
 
 def build_record(record: Record) -> bytes:
@@ -331,7 +345,8 @@ def build_record(record: Record) -> bytes:
         record.lease_host_name.encode()[:HOST_NAME_BYTES],
     )
     assert len(record.further) <= FURTHER_EXTENT_COUNT_MAX, "who lays out counts"
-    body += _TENANT.pack(record.ttl_s, len(record.further))
+    own_checksum = 0 if record.checksum_number == CRC32C.number else record.checksum_number
+    body += _TENANT.pack(record.ttl_s, len(record.further), own_checksum)
     for extent in record.further:
         body += _EXTENT.pack(
             extent.slba, extent.block_count, extent.data_slba - extent.slba, extent.slot_count
@@ -367,7 +382,7 @@ def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
     )
     host_id, key, lease_ms, pid_namespace, durable, host_name = _LEASE.unpack_from(body, _LEASE_OFFSET)
     scrub_slot, scrubbed_unix_s = _SCRUB.unpack_from(body, _SCRUB_OFFSET)
-    ttl_s, further_count = _TENANT.unpack_from(body, _TENANT_OFFSET)
+    ttl_s, further_count, checksum_number = _TENANT.unpack_from(body, _TENANT_OFFSET)
     record = replace(
         record,
         scrub_slot=scrub_slot,
@@ -389,6 +404,8 @@ def parse_record(untrusted: bytes, *, what: str, volume_uuid: bytes) -> Record:
         raise CorruptionError(
             f"{what}: further extents: expected at most {FURTHER_EXTENT_COUNT_MAX}, got {further_count}"
         )
+    if header.version >= RECORD_VERSION_CHECKSUM and checksum_number:
+        record = replace(record, checksum_number=checksum_number)
     places = range(_EXTENT_OFFSET, _EXTENT_OFFSET + further_count * _EXTENT.size, _EXTENT.size)
     return replace(
         record,

@@ -20,6 +20,7 @@ from kvdev.block.stripe import StripeDevice, check_strip_size
 from kvdev.clock import Deadline, unix_time_s
 from kvdev.errors import CapacityError, CommandError, CorruptionError, KvdevError, UsageError
 from kvdev.geometry import Geometry
+from kvdev.native.checksum import checksum_named
 from kvdev.native.crc import crc32c
 from kvdev.native.index import Uint8Array, format_table, table_buffer
 from kvdev.native.io import OPCODE_WRITE
@@ -51,6 +52,7 @@ from kvdev.store.superblock import (
     Extent,
     Record,
     Superblock,
+    checksum_name,
     free_record,
     policy_name,
 )
@@ -94,6 +96,8 @@ class NamespaceInfo:
     priority: int
     reserve_pages: int
     salt_mark: int
+    checksum: str
+    """Name of its pages' checksum; a number that this version does not know is shown as such."""
     record: Record
 
 
@@ -264,6 +268,7 @@ class Volume:
             priority=record.priority,
             reserve_pages=record.reserve_pages,
             salt_mark=record.salt_mark,
+            checksum=checksum_name(record),
             record=record,
         )
 
@@ -320,6 +325,7 @@ class Volume:
         priority: int = 0,
         reserve_pages: int = 0,
         salt_mark: int = 0,
+        checksum: str = "crc32c",
         deadline: Deadline,
     ) -> NamespaceInfo:
         """Make an empty KV namespace; one of the two quotas says how many pages it may hold.
@@ -335,8 +341,10 @@ class Volume:
             reserve_pages: as much of the quota as never makes room for another.
             salt_mark: ``keys.salt_mark`` of the salt that all of its keys are to be made with; 0 leaves that to
                 those who use it.
+            checksum: what its pages are verified by: ``crc32c``, or ``nh64``, which a GPU computes as well.
         """
         check_name("namespace name", name)
+        checksum_number = checksum_named(checksum).number
         if eviction_policy not in EVICTION_POLICIES:
             raise UsageError(
                 f"eviction_policy: expected one of {', '.join(EVICTION_POLICIES)}, got {eviction_policy!r}"
@@ -359,6 +367,7 @@ class Volume:
                 priority=priority,
                 reserve_pages=reserve_pages,
                 salt_mark=salt_mark,
+                checksum_number=checksum_number,
             )
             self.format_namespace(record, geometry, deadline)
             # Both copies: from here on one intact copy alone means a loss.
@@ -543,6 +552,7 @@ class Volume:
             priority=model.priority,
             reserve_pages=model.reserve_pages,
             salt_mark=model.salt_mark,
+            checksum=model.checksum,
             deadline=deadline,
         )
 
@@ -554,7 +564,8 @@ class Volume:
 
     def open_page_io(self, name: str, *, deadline: Deadline) -> PageIo:
         """A data-only handle: reads and writes pages by grants that the owner hands out, takes no lock."""
-        return page_io_of(self.io, self.namespace(name, deadline=deadline).record)
+        record = self.namespace(name, deadline=deadline).record
+        return page_io_of(self.io, record, what=f"{self.name}#{name}")
 
     def delete_namespace(
         self,

@@ -21,7 +21,8 @@ from kvdev.clock import Deadline
 from kvdev.errors import CorruptionError, KvdevError
 from kvdev.geometry import Geometry
 from kvdev.keys import KeyArray
-from kvdev.native.index import SLOT_NONE, EntryArray, GrantArray, Uint32Array
+from kvdev.native.checksum import SumArray
+from kvdev.native.index import SLOT_NONE, EntryArray, GrantArray
 from kvdev.native.io import OPCODE_FLUSH
 from kvdev.store.directory import Directory
 from kvdev.store.fence import Fence
@@ -535,7 +536,7 @@ class ChecksumIgnored(KvNamespace):
     """Canary: whatever was read is right."""
 
     def verify_counted(
-        self, keys: KeyArray, grants: GrantArray, crc32c: Uint32Array
+        self, keys: KeyArray, grants: GrantArray, sums: SumArray
     ) -> tuple[npt.NDArray[np.bool_], int]:
         return np.ones(len(keys), dtype=np.bool_), len(keys)
 

@@ -187,14 +187,14 @@ def test_halves_when_given_back_wrong_are_refused_and_the_grants_stay(rig: Rig) 
         ),
         ({"grants": np.zeros(4, dtype=GRANT_DTYPE)[::2]}, "grants: expected a contiguous array"),
         (
-            {"crc32c": np.zeros(2, dtype=np.int64)},
-            r"crc32c: expected a \(2,\) uint32 array, got \(2,\) int64",
+            {"sums": np.zeros(2, dtype=np.int64)},
+            r"sums: expected a \(2,\) uint32 array, got \(2,\) int64",
         ),
-        ({"crc32c": crc[:1]}, r"crc32c: expected a \(2,\) uint32 array, got \(1,\) uint32"),
+        ({"sums": crc[:1]}, r"sums: expected a \(2,\) uint32 array, got \(1,\) uint32"),
         ({"outcome": outcome.astype(np.bool_)}, r"outcome: expected a \(2,\) uint8 array, got \(2,\) bool"),
         ({"outcome": np.full(2, 3, dtype=np.uint8)}, "outcome: expected 0 to 2, got 3"),
     ]:
-        given: dict[str, Any] = {"keys": KEYS, "grants": grants, "crc32c": crc, "outcome": outcome} | change
+        given: dict[str, Any] = {"keys": KEYS, "grants": grants, "sums": crc, "outcome": outcome} | change
         refuses(rig, match, rig.halves.commit, **given, members=members, deadline=soon())
     done = rig.halves.commit(KEYS, grants, crc, outcome=outcome, members=members, deadline=soon())
     assert not done.any()

@@ -22,6 +22,7 @@ from kvdev.clock import Deadline
 from kvdev.errors import CapacityError, ConnectError, ConnectionLostError, TransportError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.keys import PageKeys, salt_mark
+from kvdev.native.checksum import CRC32C, NH64
 from kvdev.pool.link import Channel, ask_status
 from kvdev.pool.protocol import (
     BODY_SIZE_BYTES_MAX,
@@ -47,6 +48,7 @@ from kvdev.store.resplit import SplitReader
 from kvdev.testing.killable import KillableTarget
 from kvdev.testing.target import running_target
 from kvdev.uri import parse_volume_uri
+from kvdev_kernels.nh64 import nh64
 from tests.served import GEOMETRY, PAGE, QUOTA, ServerThread, keys_of, make_volume, pages_of, soon
 
 ENGINE = """
@@ -338,14 +340,14 @@ def test_parsers_take_back_what_was_built_and_refuse_outcomes_that_are_none(rng:
         np.array([True, False]),
         99,
     )
-    again = parse_commit(commit.build())
+    again = parse_commit(commit.build(), CRC32C)
     assert np.array_equal(again.keys, keys) and np.array_equal(again.grants, grants)
     assert again.members.tolist() == [True, False] and again.sent_ns == 99
     assert np.array_equal(parse_keys("x", keys.tobytes()), keys)
     raw = bytearray(commit.build())
     raw[-1] = 3
     with pytest.raises(MessageError, match="outcome: expected 0 to 2, got 3"):
-        parse_commit(bytes(raw))
+        parse_commit(bytes(raw), CRC32C)
 
 
 def test_grants_of_others_and_unknown_names_are_refused_and_the_connection_stays(
@@ -652,6 +654,40 @@ def test_client_takes_up_the_namespace_of_a_volume_that_was_made_anew(volume: st
         assert store.get(keys_of([1, 2]), out).hit_count == 2 and np.array_equal(out, pages_of([1, 2]))
     finally:
         store.close()
+        server.close()
+
+
+# --- checksums -------------------------------------------------------------------------------
+
+
+def test_pages_of_a_namespace_with_nh64_are_put_and_judged_by_it_through_the_pool(
+    volume: str, tmp_path: Path
+) -> None:
+    with Session() as session:
+        session.open_volume(volume).create_namespace(
+            "sums", GEOMETRY, quota_pages=8, checksum="nh64", deadline=soon()
+        )
+    server = ServerThread(volume, tmp_path / "pool.sock", "sums")
+    try:
+        first, second = open_pool(server.path, "sums"), open_pool(server.path, "sums")
+        pages = pages_of([1, 2])
+        sums = np.array([nh64(page) for page in pages], dtype=np.uint64)
+        assert (
+            first.checksum is NH64 and first.put(keys_of([1]), pages[:1]).sums.tolist() == sums[:1].tolist()
+        )
+        assert second.put(keys_of([2]), pages[1:], checksums=sums[1:]).stored_count == 1
+        wrong = sums[1:] ^ np.uint64(1)
+        assert second.put(keys_of([3]), pages[1:], checksums=wrong).stored_count == 1
+        out = np.zeros((3, PAGE), dtype=np.uint8)
+        got = first.get(keys_of([1, 2, 3]), out)
+        assert got.status.tolist() == [PageStatus.HIT, PageStatus.HIT, PageStatus.ERROR]
+        assert np.array_equal(out[:2], pages) and got.sums[:2].tolist() == sums.tolist()
+        assert f"expected 0x{int(wrong[0]):016x}, got 0x{int(sums[1]):016x}" in str(got.failure)
+        with pytest.raises(UsageError, match=r"checksums: expected a \(1,\) uint64 array"):
+            first.put(keys_of([4]), pages[:1], checksums=np.zeros(1, np.uint32))
+        first.close()
+        second.close()
+    finally:
         server.close()
 
 

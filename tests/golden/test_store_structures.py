@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvdev.errors import CorruptionError
+from kvdev.native.checksum import CRC32C, NH64
 from kvdev.native.crc import crc32c
-from kvdev.native.index import ENTRY_DTYPE, MEDIA_HEADER_DTYPE, entry_checksum, format_table, seal
+from kvdev.native.index import ENTRY_DTYPE, MEDIA_HEADER_DTYPE, format_table, seal
 from kvdev.store.label import Label, MemberInfo, build_label, parse_label
 from kvdev.store.superblock import (
     Extent,
@@ -20,9 +21,11 @@ from kvdev.store.superblock import (
     Superblock,
     build_record,
     build_superblock,
+    checksum_name,
     parse_record,
     parse_superblock,
 )
+from kvdev_kernels.nh64 import nh64
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "on-disk-format.md"
 VOLUME = bytes(range(16))
@@ -185,7 +188,7 @@ def test_record_of_version_2_bytes_are_as_documented_and_version_1_ignores_them(
     ):
         assert build_record(news)[8] == 2
     assert build_record(replace(plain, state=2))[8] == 2 and build_record(plain)[8] == 1
-    for offset, value, text in ((8, 3, "version: expected 1 to 2, got 3"), (176, 3, "state: expected 0 to 2, got 3"),
+    for offset, value, text in ((8, 4, "version: expected 1 to 3, got 4"), (176, 3, "state: expected 0 to 2, got 3"),
                                 (420, 4, "further extents: expected at most 3, got 4")):  # fmt: skip
         raw = np.frombuffer(data, dtype=np.uint8).copy()
         raw[offset] = value
@@ -216,7 +219,38 @@ def test_entry_checksum_is_as_documented() -> None:
         + page_crc.to_bytes(4, "little")
     )
     expected = crc32c(identity) << 32 | page_crc
-    assert entry_checksum(NAMESPACE, key, generation, length, page_crc) == expected == 0xCAC3CBF1DEADBEEF
+    made = CRC32C.entry_checksum(NAMESPACE, key, generation, length, page_crc)
+    assert made == expected == 0xCAC3CBF1DEADBEEF
+
+
+def test_entry_checksum_of_nh64_is_as_documented() -> None:
+    key, generation, length, page_sum = bytes(range(32)), (3 << 40) + 7, 65536, 0xDEADBEEF01234567
+    identity = (
+        NAMESPACE
+        + key
+        + generation.to_bytes(8, "little")
+        + length.to_bytes(4, "little")
+        + (2).to_bytes(4, "little")
+    )
+    made = NH64.entry_checksum(NAMESPACE, key, generation, length, page_sum)
+    assert made == nh64(identity) ^ page_sum == 0x58E02E76374139A7
+
+
+def test_record_of_version_3_bytes_are_as_documented() -> None:
+    numbers: tuple[Any, ...] = (*range(18), b"B" * 16, 77, 88, 99)
+    plain = Record(VOLUME, 5, 8, 6, "kv", NAMESPACE, b"F" * 32, 1, 1, *numbers)
+    data = build_record(replace(plain, checksum_number=2))
+    assert (number(data, 8, 2), data[421]) == (3, 2)
+    assert parse_record(data, what="r", volume_uuid=VOLUME) == replace(plain, checksum_number=2)
+    # A number to come is kept, so that whoever opens the namespace can refuse it by name.
+    later = parse_record(build_record(replace(plain, checksum_number=7)), what="r", volume_uuid=VOLUME)
+    assert later.checksum_number == 7 and checksum_name(later) == "unknown (7)"
+    # Versions before it have nothing there, and a zero is CRC32C.
+    for version, value in ((1, 2), (2, 2), (3, 0)):
+        raw = np.frombuffer(data, dtype=np.uint8).copy()
+        raw[8], raw[421] = version, value
+        seal(raw, len(raw))
+        assert parse_record(raw.tobytes(), what="r", volume_uuid=VOLUME) == plain
 
 
 def test_documented_entry_offsets_are_the_arrays() -> None:

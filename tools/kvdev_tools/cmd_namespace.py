@@ -62,6 +62,13 @@ def namespace() -> None:
 @click.option(
     "--salt-file", metavar="FILE", help="Salt of its tenant: page keys made with another are refused."
 )
+@click.option(
+    "--checksum",
+    type=click.Choice(["crc32c", "nh64"]),
+    default="crc32c",
+    show_default=True,
+    help="What pages are verified by; nh64 is computed by GPUs as well.",
+)
 @click.option("--tokens-per-page", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--revision", default="", help="Revision of the model's weights.")
 @geometry_options
@@ -79,6 +86,7 @@ def create(
     reserve_pages: int | None,
     make_room: bool,
     salt_file: str | None,
+    checksum: str,
     tokens_per_page: int,
     revision: str,
     host_nqn: str | None,
@@ -140,6 +148,7 @@ def create(
             priority=priority,
             reserve_pages=reserved,
             salt_mark=salt_mark,
+            checksum=checksum,
             takes=make_room,
             deadline=deadline,
         )
@@ -401,7 +410,7 @@ def takeover_(
 def clone(
     uri: str, new_name: str, host_nqn: str | None, host_id: str | None, timeout_s: float, as_json: bool
 ) -> None:
-    """Make an empty KV namespace like another one: geometry, quota, eviction policy, time to live.
+    """Make an empty KV namespace like another one: geometry, quota, eviction policy, time to live, checksum.
 
     \b
     Example:
@@ -619,6 +628,7 @@ def _describe(info: NamespaceInfo) -> dict[str, Any]:
         "ttl_s": info.ttl_s,
         "priority": info.priority,
         "reserve_pages": info.reserve_pages,
+        "checksum": info.checksum,
         "salt_mark": f"{info.salt_mark:08x}" if info.salt_mark else None,
         **_owner(info),
     }
@@ -654,6 +664,7 @@ def _text(found: dict[str, Any]) -> list[str]:
         lines.append(("journal", used))
     lines += [
         ("eviction", _eviction(found)),
+        ("checksum", found["checksum"]),
         ("model", f"{geometry['model_id']}{revision}"),
         ("page", f"{format_size(page)}, {geometry['tokens_per_page']} tokens"),
         ("layers", _range(geometry["layer_first"], geometry["layer_count"])),

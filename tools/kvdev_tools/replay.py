@@ -120,7 +120,8 @@ class Replayer:
                         self._tensors.paged_layout,
                         table[restored : restored + readable],
                         lease.array[:readable],
-                        verify=got.crc32c[:readable],
+                        verify=got.sums[:readable],
+                        algorithm=self._store.checksum.name,
                     )
                     if not unpacked.is_ok.all():
                         is_damaged[:readable] = ~unpacked.is_ok
@@ -145,8 +146,10 @@ class Replayer:
                 self._tensors.fill(blocks, self._content.page(key))
             started = self._now_ns()
             with self._arena.lease(len(keys[batch]), self._page_size_bytes) as lease:
-                crc32c = self._kernels.pack(self._tensors.paged_layout, table[batch], lease)
-                put = self._store.put(keys[batch], lease, checksums=crc32c)
+                sums = self._kernels.pack(
+                    self._tensors.paged_layout, table[batch], lease, algorithm=self._store.checksum.name
+                )
+                put = self._store.put(keys[batch], lease, checksums=sums)
                 if put.failure is not None:
                     self._check_lost(put.failure)
                 stored += int(np.count_nonzero(put.status == PageStatus.STORED))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvdev.block.device import aligned_buffer
+from kvdev.native.checksum import CRC32C
 from kvdev.native.index import (
     CLOCK_NEVER,
     POLICY_NUMBERS,
@@ -233,7 +234,7 @@ def test_move_when_pages_go_to_other_slots_keeps_order_pins_and_bytes() -> None:
     rest = [0, 1, 2, 3, 4, 5, 7]
     assert (found["slot_index"][rest] == target["slot_index"][rest]).all()
     crc = np.arange(8, dtype=np.uint32)
-    assert index.verify(np.ascontiguousarray(KEYS[rest]), found[rest], crc[rest], length=4096)[1] == 7
+    assert CRC32C.verify(UUID, np.ascontiguousarray(KEYS[rest]), found[rest], crc[rest], length=4096)[1] == 7
     settle(index)
     settle(index)
     assert index.stat().leaving_count == 0

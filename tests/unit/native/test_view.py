@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvdev.native.checksum import CRC32C
 from kvdev.native.index import GRANT_DTYPE, SLOT_NONE, PageIndex, Table, format_table, table_block_count
-from kvdev.native.view import PageView, hint_count, verify_pages
+from kvdev.native.view import PageView, hint_count
 
 BLOCK = 512
 UUID = bytes(range(16))
@@ -118,7 +119,7 @@ def test_view_while_another_thread_changes_the_table_gives_whole_entries() -> No
         while not stop.is_set():
             grants, _ = store.view.lookup(keys)
             hit = np.flatnonzero(grants["slot_index"] != SLOT_NONE)
-            right, count = verify_pages(
+            right, count = CRC32C.verify(
                 UUID, np.ascontiguousarray(keys[hit]), np.ascontiguousarray(grants[hit]), crc[hit], length=100
             )
             if count != len(hit):
@@ -141,11 +142,11 @@ def test_checksum_tells_another_key_generation_or_length() -> None:
     store.put(keys)
     grants, _ = store.view.lookup(keys)
     crc = keys[:, 0].astype(np.uint32)
-    assert verify_pages(UUID, keys, grants, crc, length=100)[1] == 3
-    assert verify_pages(UUID, keys[::-1].copy(), grants, crc, length=100)[1] == 1
-    assert verify_pages(UUID, keys, grants, crc + 1, length=100)[1] == 0
-    assert verify_pages(UUID, keys, grants, crc, length=99)[1] == 0
+    assert CRC32C.verify(UUID, keys, grants, crc, length=100)[1] == 3
+    assert CRC32C.verify(UUID, keys[::-1].copy(), grants, crc, length=100)[1] == 1
+    assert CRC32C.verify(UUID, keys, grants, crc + 1, length=100)[1] == 0
+    assert CRC32C.verify(UUID, keys, grants, crc, length=99)[1] == 0
     other = grants.copy()
     other["generation"] += 1
-    assert verify_pages(UUID, keys, other, crc, length=100)[1] == 0
+    assert CRC32C.verify(UUID, keys, other, crc, length=100)[1] == 0
     assert GRANT_DTYPE.itemsize == 24

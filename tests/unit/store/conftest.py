@@ -31,6 +31,7 @@ class Lab:
     members: list[MemoryDevice]
     geometry: Geometry = GEOMETRY
     quota_pages: int = 32
+    checksum: str = "crc32c"
     fail: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(member, opcode) -> what its commands answer from now on: −errno and status."""
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
@@ -41,7 +42,13 @@ class Lab:
         for index, member in enumerate(self.members):
             member.observer = lambda opcode, slba, payload, i=index: self.fail.get((i, opcode), (0, 0))
         self.volume = Volume.create(self.members, name="v", strip_size_bytes=16384, deadline=soon())
-        self.volume.create_namespace("kv", self.geometry, quota_pages=self.quota_pages, deadline=soon())
+        self.volume.create_namespace(
+            "kv",
+            self.geometry,
+            quota_pages=self.quota_pages,
+            checksum=self.checksum,
+            deadline=soon(),
+        )
 
     def store(self) -> PageStore:
         self.stores.append(PageStore(self.volume.open_namespace("kv", deadline=soon())))

@@ -42,14 +42,14 @@ def test_owner_and_data_halves_when_used_apart_do_the_same_as_the_store(lab: Any
     assert len(set(grants["generation"].tolist())) == 5
     assert not namespace.contains(keys).any()
     written = namespace.page_io.write(grants, addresses(pages), deadline=soon())
-    namespace.commit(keys, grants, written.crc32c, members=written.members, deadline=soon())
+    namespace.commit(keys, grants, written.sums, members=written.members, deadline=soon())
     found = namespace.lookup(keys)
     assert np.array_equal(found["generation"], grants["generation"])
     out = lab.room(5)
     worker = Volume.open(lab.members, deadline=soon()).open_page_io("kv", deadline=soon())
     read = worker.read(found, addresses(out), deadline=soon())
-    assert namespace.verify(keys, found, read.crc32c).all()
-    assert not namespace.verify(np.roll(keys, 1, axis=0), found, read.crc32c).any()
+    assert namespace.verify(keys, found, read.sums).all()
+    assert not namespace.verify(np.roll(keys, 1, axis=0), found, read.sums).any()
     assert np.array_equal(out, pages)
     namespace.delete(keys[:1], deadline=soon())
     assert namespace.confirm(found).tolist() == [False, True, True, True, True]

@@ -84,6 +84,17 @@ def test_a_volume_is_made_once_and_grows_by_what_the_file_adds(tmp_path: Path) -
     assert "quota_per_rank: expected 32 pages, got 64" in plan.problems[0]
 
 
+def test_a_checksum_in_the_file_is_made_and_held(tmp_path: Path) -> None:
+    one = "llama: {volume: pool, geometry: small, quota_per_rank: 2MiB, checksum: nh64}"
+    plan = plan_volume(site(tmp_path, engines=one), see(site(tmp_path, engines=one)), is_coming=False)
+    assert "; checksum: nh64" in "\n".join(plan.steps[-1].details())
+    assert make(site(tmp_path, engines=one)) == 2
+    assert [each.checksum for each in see(site(tmp_path, engines=one)).namespaces] == ["nh64"]
+    other = one.replace(", checksum: nh64", "")
+    plan = plan_volume(site(tmp_path, engines=other), see(site(tmp_path, engines=other)), is_coming=False)
+    assert "KV namespace pool#llama.0: checksum: expected crc32c, got nh64" in plan.problems[0]
+
+
 def interrupt(folder: Path, *, labelled: int) -> None:
     """The bytes that creating leaves when it ends after so many labels, before the superblock."""
     for index in range(2):

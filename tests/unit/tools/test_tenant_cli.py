@@ -109,3 +109,15 @@ def test_salts_and_erasures_on_the_command_line(
     )
     gone = call(capsys, "namespace", "delete", f"{volume}#kv", "--yes", "kv", "--erase", "--rate", "1GiB")
     assert gone["erased_bytes"] == info["extent_bytes"]
+
+
+def test_checksum_on_the_command_line_is_made_shown_and_replayed(
+    volume: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create = ("namespace", "create", f"{volume}#kv", *TINY, "--quota-pages", "100")
+    refused(capsys, "'md5' is not one of 'crc32c', 'nh64'", *create, "--checksum", "md5")
+    assert call(capsys, *create, "--checksum", "nh64")["checksum"] == "nh64"
+    assert call(capsys, "namespace", "show", f"{volume}#kv")["checksum"] == "nh64"
+    found = call(capsys, "replay", f"{volume}#kv", "--requests", "4")
+    assert found["requests"] == 4 and found["stored_pages"] > 0
+    assert call(capsys, "namespace", "show", f"{volume}#kv")["pages"] > 0

@@ -440,6 +440,7 @@ def _bare_engine(volume: _FoundVolume, infos: list[NamespaceInfo]) -> dict[str, 
         "geometry": _geometry(first.geometry, len(infos)),
         "tensor_parallel": len(infos),
         **_quota(infos),
+        **({"checksum": infos[0].checksum} if infos[0].checksum != "crc32c" else {}),
     }
 
 

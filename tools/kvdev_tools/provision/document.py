@@ -137,6 +137,7 @@ class EngineSpec:
     bdev: str | None
     quota_bytes: int | None
     ranks: list[RankSpec]
+    checksum: str
 
 
 @dataclass
@@ -560,7 +561,8 @@ class _Builder:
             raise self._error(
                 (*path, "quota_per_rank"), f"expected at least one page of {page} bytes, got {quota}"
             )
-        return EngineSpec(name, host, path, volume.name, bdev, quota_bytes, ranks)
+        checksum = given.get("checksum", "crc32c")
+        return EngineSpec(name, host, path, volume.name, bdev, quota_bytes, ranks, checksum)
 
     def _engine_bdev(self, endpoint: Endpoint, given: dict[str, Any], path: Path_) -> str:
         if "bdev" in given:

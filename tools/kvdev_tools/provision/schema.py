@@ -208,6 +208,7 @@ _ENGINE = _object(
     geometry=_GEOMETRY,
     tensor_parallel=_count(1, 64, "Worker processes, each with its rank (1)."),
     quota_per_rank=_size("Bytes of pages of one rank; by default an equal part of what is free."),
+    checksum={"enum": ["crc32c", "nh64"], "description": "What pages are verified by (crc32c)."},
     cpumask=_text("^0x[0-9a-fA-F]+$", "Cores of the vhost controllers."),
 )
 _HOST = _object(

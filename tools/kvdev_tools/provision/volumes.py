@@ -77,6 +77,7 @@ class VolumeStep:
     quota_bytes: int | None = None
     share_count: int = 1
     """Without a quota: among how many that follow, this one included, the free space is divided."""
+    checksum: str = "crc32c"
 
     @property
     def title(self) -> str:
@@ -103,7 +104,8 @@ class VolumeStep:
         return [
             f"geometry: {geometry.model_id}{revision}, layers {geometry.layer_first} to {layer_last}{heads}, "
             f"{geometry.attention} of {geometry.head_size} {geometry.dtype}",
-            f"page: {geometry.tokens_per_page} tokens, {format_size(geometry.page_size_bytes)}; quota: {quota}",
+            f"page: {geometry.tokens_per_page} tokens, {format_size(geometry.page_size_bytes)}; quota: {quota}"
+            + (f"; checksum: {self.checksum}" if self.checksum != "crc32c" else ""),
         ]
 
 
@@ -248,7 +250,7 @@ def plan_volume(deployment: Deployment, seen: VolumeSeen, *, is_coming: bool) ->
     # Fixed quotas first: the others share what is left.
     for engine, rank in sorted(missing, key=lambda each: each[0].quota_bytes is None):
         share = len(unlimited) - unlimited.index(rank) if engine.quota_bytes is None else 1
-        plan.steps.append(VolumeStep(spec, rank, engine.quota_bytes, share))
+        plan.steps.append(VolumeStep(spec, rank, engine.quota_bytes, share, engine.checksum))
     names = {rank.name for _, rank in wanted}
     for info in seen.namespaces:
         if info.name not in names:
@@ -262,6 +264,8 @@ def _differences(spec: VolumeSpec, engine: EngineSpec, rank: RankSpec, info: Nam
         check_geometry(what, expected=rank.geometry, actual=info.geometry)
     except UsageError as error:
         return [f"{error}; delete it with `kvdev namespace delete`, or name the engine otherwise"]
+    if info.checksum != engine.checksum:
+        return [f"{what}: checksum: expected {engine.checksum}, got {info.checksum}"]
     if engine.quota_bytes is not None:
         expected = engine.quota_bytes // info.page_size_bytes
         if expected != info.quota_pages:
@@ -296,7 +300,7 @@ def make_step(session: Session, step: VolumeStep, *, timeout_s: float) -> str:
         return "was there"
     pages = _quota_pages(seen.volume, step, deadline)
     info = seen.volume.create_namespace(
-        step.rank.name, step.rank.geometry, quota_pages=pages, deadline=deadline
+        step.rank.name, step.rank.geometry, quota_pages=pages, checksum=step.checksum, deadline=deadline
     )
     return f"made, {info.quota_pages} pages"
 
