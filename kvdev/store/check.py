@@ -22,8 +22,10 @@ from kvdev.errors import CommandError, CorruptionError, KvdevError, UsageError
 from kvdev.native.index import ENTRY_DTYPE, GRANT_DTYPE, EntryArray, GrantArray
 from kvdev.native.io import address_of
 from kvdev.store.directory import COPY_COUNT, Place
+from kvdev.store.lease import describe_holder, is_held
 from kvdev.store.members import read_label
 from kvdev.store.namespace import KvNamespace
+from kvdev.store.superblock import Record
 from kvdev.store.superblock_io import read_superblock_copies, superblock_slbas
 from kvdev.store.throttle import Throttle
 from kvdev.store.volume import Volume
@@ -72,6 +74,18 @@ class NamespaceCheck:
     findings: list[Finding] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Erasing:
+    """A KV namespace that is being erased: nobody's, and not free before it is erased to its end."""
+
+    name: str
+    erased_bytes: int
+    """As far as its record says: what was erased since it was last written is erased again."""
+    extent_bytes: int
+    holder: str
+    """Who erases it now, as far as its record says; empty when nobody does."""
+
+
 @dataclass
 class CheckReport:
     """The whole check; ``is_ok`` when there is no finding at all."""
@@ -79,6 +93,8 @@ class CheckReport:
     volume: str = ""
     findings: list[Finding] = field(default_factory=list)
     namespaces: list[NamespaceCheck] = field(default_factory=list)
+    erasing: list[Erasing] = field(default_factory=list)
+    """No finding, finished or not: nothing of them is to be found, and nothing of them is damaged."""
 
     @property
     def is_ok(self) -> bool:
@@ -142,7 +158,23 @@ def check_volume(
                 report.namespaces.append(found)
         report.findings += _place_findings(volume, index, place, options, found)
     report.findings += _overlap_findings(volume, places)
+    report.erasing = [
+        erasing_of(place.record, volume.block_size_bytes)
+        for place in places
+        if place.record is not None and place.record.is_erasing
+    ]
     return report
+
+
+def erasing_of(record: Record, block_size_bytes: int) -> Erasing:
+    """How far the erasure of a record's namespace has come."""
+    extent_bytes = record.block_count * block_size_bytes
+    return Erasing(
+        record.name,
+        min(record.erased_mib * MIB, extent_bytes),
+        extent_bytes,
+        describe_holder(record) if is_held(record) else "",
+    )
 
 
 def _place_findings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -172,28 +173,20 @@ def list_(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float,
 
     parsed = parse_volume_uri(uri)
     with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
-        from kvdev_tools.pool import open_volume
+        from kvdev.store.check import erasing_of
+        from kvdev_tools.pool import erasing_line, open_volume
 
         deadline = operation_deadline(timeout_s)
         volume = open_volume(session, parsed, deadline=deadline)
         infos = [_describe(info) for info in volume.namespaces(deadline=deadline)]
-        block = volume.block_size_bytes
-        erasing: list[dict[str, Any]] = [
-            {
-                "name": record.name,
-                "extent_bytes": record.block_count * block,
-                "erased_bytes": min(record.erased_mib << 20, record.block_count * block),
-            }
+        erasing = [
+            erasing_of(record, volume.block_size_bytes)
             for record in volume.records(deadline=deadline)
             if record.is_erasing
         ]
 
     def text() -> list[str]:
-        notes = [
-            f"{each['name']}: being erased, {format_size(each['erased_bytes'])} of "
-            f"{format_size(each['extent_bytes'])} done"
-            for each in erasing
-        ]
+        notes = [erasing_line(each, uri) for each in erasing]
         if not infos:
             return [*notes, "no KV namespace"]
         rows = [
@@ -225,7 +218,8 @@ def list_(uri: str, host_nqn: str | None, host_id: str | None, timeout_s: float,
         )
         return [*table(rows, header=header), *notes]
 
-    emit({"namespaces": infos, "erasing": erasing}, as_json=as_json, text=text)
+    found = {"namespaces": infos, "erasing": [dataclasses.asdict(each) for each in erasing]}
+    emit(found, as_json=as_json, text=text)
 
 
 @namespace.command(short_help="Show geometry, quota and use of a KV namespace.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -248,7 +249,8 @@ def check(
 
     The exit code is 5 when anything is not as it should be, unless all of it was repaired. With --repair,
     pages that fail leave the page table, damaged table blocks become empty, and a lost copy of superblock or
-    record is written again; namespaces must not be in use then.
+    record is written again; namespaces must not be in use then. One that is being erased is named, with how far it is
+    and what goes on with it; it is no finding.
 
     \b
     Example:
@@ -270,7 +272,7 @@ def check(
 
     with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
         from kvdev.store.check import check_volume
-        from kvdev_tools.pool import open_members
+        from kvdev_tools.pool import erasing_line, open_members
 
         members = open_members(session, parsed, deadline=operation_deadline(timeout_s))
         bar = Progress("check", 100)
@@ -305,6 +307,7 @@ def check(
             }
             for each in report.namespaces
         ],
+        "erasing": [dataclasses.asdict(each) for each in report.erasing],
         "findings": [
             {
                 "where": each.where,
@@ -322,6 +325,7 @@ def check(
             + ("" if structures_only else f", {each.good_pages} good, {each.bad_pages} damaged")
             for each in report.namespaces
         ]
+        lines += [erasing_line(each, uri) for each in report.erasing]
         lines += [
             f"{each.where}: {each.what}" + ("; repaired" if each.is_repaired else "") for each in findings
         ]

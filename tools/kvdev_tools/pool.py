@@ -16,11 +16,13 @@ from kvdev.errors import KvdevError, TransportError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.session import Session
 from kvdev.store import KvNamespace, PageStore, Volume
+from kvdev.store.check import Erasing
 from kvdev.store.media import MAGIC_LABEL, UNIT_BYTES
 from kvdev.store.namespace import Mode
 from kvdev.store.plan import plan_namespace
 from kvdev.store.superblock import RECORD_COUNT
 from kvdev.store.volume import check_geometry
+from kvdev.units import format_size
 from kvdev.uri import KvNamespaceUri, VolumeUri, parse_kv_namespace_uri
 from kvdev_tools.connect import operation_deadline
 from kvdev_tools.rig import BLOCK_SIZE_BYTES
@@ -54,6 +56,17 @@ def size_pool(geometry: Geometry, *, page_count: int, member_count: int, strip_s
     strips = member_count + 2 * directory_strips + 1 + -(-plan.total_bytes // strip_size_bytes)
     rows = -(-strips // member_count) + 2
     return PoolSize(page_count, strip_size_bytes, rows * strip_size_bytes)
+
+
+def erasing_line(erasing: Erasing, volume_uri: str) -> str:
+    """A KV namespace that is being erased, for people: how far it is, and who or what goes on with it."""
+    done = f"{format_size(erasing.erased_bytes)} of {format_size(erasing.extent_bytes)} done"
+    if erasing.holder:
+        return f"{erasing.name}: being erased by {erasing.holder}, {done} when it last said so"
+    return (
+        f"{erasing.name}: being erased, {done}, by nobody now; to go on: "
+        f"kvdev namespace delete --erase '{volume_uri}#{erasing.name}'"
+    )
 
 
 def open_members(

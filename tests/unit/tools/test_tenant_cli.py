@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvdev.clock import Deadline
+from kvdev.session import Session
 from kvdev_tools.main import run
 
 TINY = ["--layers", "1", "--kv-heads", "1", "--head-size", "4"]
 PAGE = 8192
+
+
+def soon() -> Deadline:
+    return Deadline.after(60)
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +128,43 @@ def test_checksum_on_the_command_line_is_made_shown_and_replayed(
     found = call(capsys, "replay", f"{volume}#kv", "--requests", "4")
     assert found["requests"] == 4 and found["stored_pages"] > 0
     assert call(capsys, "namespace", "show", f"{volume}#kv")["pages"] > 0
+
+
+def test_check_and_list_name_what_is_being_erased_how_far_and_what_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    volume = f"vol:file:{tmp_path / 'large'}"
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 100 << 20)
+    call(capsys, "volume", "create", volume, "--name", "large")
+    call(capsys, "namespace", "create", f"{volume}#kv", *TINY, "--quota", "64MiB")
+    call(capsys, "namespace", "create", f"{volume}#left", *TINY, "--quota", "1MiB")
+    held: list[dict[str, Any]] = []
+
+    def stop(done: int, total: int) -> None:
+        assert 0 < done < total
+        held.extend(call(capsys, "volume", "check", volume)["erasing"])
+        raise KeyboardInterrupt
+
+    with Session() as session:
+        opened = session.open_volume(volume)
+        with pytest.raises(KeyboardInterrupt):
+            opened.delete_namespace("kv", erase=True, progress=stop, deadline=soon())
+    assert f"process {os.getpid()}" in held[0]["holder"]
+    checked = call(capsys, "volume", "check", volume)
+    (found,) = checked["erasing"]
+    assert found == {
+        "name": "kv",
+        "erased_bytes": 32 << 20,
+        "extent_bytes": held[0]["extent_bytes"],
+        "holder": "",
+    }
+    assert checked["is_ok"] and [each["name"] for each in checked["namespaces"]] == ["left"]
+    assert call(capsys, "namespace", "list", volume)["erasing"] == [found]
+    for command in ("volume check", "namespace list"):
+        assert run([*command.split(), volume]) == 0
+        said = capsys.readouterr().out
+        assert "kv: being erased, 32 MiB of " in said
+        assert f"to go on: kvdev namespace delete --erase '{volume}#kv'" in said
+    call(capsys, "namespace", "delete", "--erase", f"{volume}#kv", "--yes", "kv")
+    assert call(capsys, "volume", "check", volume)["erasing"] == []
