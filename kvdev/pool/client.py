@@ -47,11 +47,13 @@ from kvdev.store.batch import (
     GetResult,
     PageStatus,
     PutResult,
+    VerifyBy,
     check_array,
     check_batch,
     check_commit,
     check_distinct,
     check_quota,
+    check_verify,
     mismatch_error,
     put_in_parts,
 )
@@ -426,11 +428,23 @@ class PoolStore:
             f"{self.what}: another owner is about to follow the pool process", trid=self.path
         )
 
-    def get(self, keys: KeyArray, pages: Pages, *, deadline: Deadline | None = None) -> GetResult:
-        """Read the pages that are stored, each to its place, and check them; see ``PageStore.get``.
+    def get(
+        self,
+        keys: KeyArray,
+        pages: Pages,
+        *,
+        verify: VerifyBy = "store",
+        deadline: Deadline | None = None,
+    ) -> GetResult:
+        """Read the pages that are stored, each to its place; see ``PageStore.get``.
 
         A page that is replaced or evicted while it is read is a MISS, with undefined bytes in its place.
+
+        Args:
+            verify: ``store`` checks every page here; with ``kernel`` the caller compares ``sums`` with the
+                bytes and reports the pages that differ to ``report_bad``.
         """
+        check_verify(verify)
         deadline = deadline or Deadline.after(self._timeout_s)
         addresses = check_batch(keys, pages, page_size_bytes=self.page_size_bytes, is_written=True)
         status = np.zeros(len(keys), dtype=np.uint8)
@@ -442,30 +456,38 @@ class PoolStore:
             return GetResult(status, sums, grants, None)
         with self._mutex:
             result = attached.page_io.read(
-                np.ascontiguousarray(grants[hits]), np.ascontiguousarray(addresses[hits]), deadline=deadline
+                np.ascontiguousarray(grants[hits]),
+                np.ascontiguousarray(addresses[hits]),
+                deadline=deadline,
+                wants_sums=verify == "store",
             )
         hit_keys, hit_grants = np.ascontiguousarray(keys[hits]), np.ascontiguousarray(grants[hits])
+        actual = result.sums
+        if verify == "kernel":
+            actual = self.checksum.grant_sums(self.uuid, hit_keys, hit_grants)
         is_right, _ = self.checksum.verify(
-            self.uuid, hit_keys, hit_grants, result.sums, length=self.page_size_bytes
+            self.uuid, hit_keys, hit_grants, actual, length=self.page_size_bytes
         )
         is_read = result.error == 0
         found = np.where(is_read & is_right, PageStatus.HIT, PageStatus.ERROR).astype(np.uint8)
         failure = result.failure
         is_bad = is_read & ~is_right
-        if is_bad.any():
+        # What is not compared here may be half another page: it counts only while its entry is what it was.
+        is_doubtful = is_bad if verify == "store" else is_read
+        if is_doubtful.any():
             now = attached.view.lookup(hit_keys)[0]
-            is_stale = is_bad & (now["generation"] != hit_grants["generation"])
+            is_stale = is_doubtful & (now["generation"] != hit_grants["generation"])
             found[is_stale] = PageStatus.MISS
             self.stale_count += int(is_stale.sum())
             is_bad &= ~is_stale
         if is_bad.any():
             expected = self.checksum.grant_sums(self.uuid, hit_keys, hit_grants)
             failure = failure or mismatch_error(
-                self.what, hits, is_bad, expected, result.sums, checksum=self.checksum
+                self.what, hits, is_bad, expected, actual, checksum=self.checksum
             )
             self._withdraw(np.ascontiguousarray(hit_grants[is_bad]))
         status[hits] = found
-        sums[hits] = result.sums
+        sums[hits] = actual
         self._touch(attached, np.ascontiguousarray(hit_keys[found == PageStatus.HIT]))
         return GetResult(status, sums, grants, failure)
 
@@ -491,7 +513,8 @@ class PoolStore:
     def report_bad(
         self, result: GetResult, is_bad: npt.NDArray[np.bool_], *, deadline: Deadline | None = None
     ) -> int:
-        """Withdraw pages that proved wrong; returns how many."""
+        """Withdraw pages whose bytes a kernel found wrong after ``get(verify="kernel")``, unless they were replaced
+        meanwhile; returns how many."""
         check_array("is_bad", is_bad, len(result.status), np.dtype(np.bool_))
         return self._ask_withdraw(result.grants[is_bad & (result.status == PageStatus.HIT)], deadline)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,8 @@ class PageStatus(enum.IntEnum):
 
 
 StatusArray = npt.NDArray[np.uint8]
+VerifyBy = Literal["store", "kernel"]
+"""Who compares a page's bytes with its checksum: the store that reads it, or the kernel that unpacks it."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,9 @@ class PutResult:
 class GetResult:
     """Per page HIT, MISS or ERROR.
 
-    Only a HIT's bytes may be used; an ERROR's are undefined, a MISS's untouched, unless a follower found the page
-    replaced when it had read it. ``sums`` are the checksums of the
-    bytes read with ``verify="store"``, and what the bytes must have with ``verify="kernel"``.
+    Only a HIT's bytes may be used; an ERROR's are undefined, a MISS's untouched, unless a follower or a client of a
+    pool process found the page replaced when it had read it. ``sums`` are the checksums of the bytes read with
+    ``verify="store"``, and what the bytes must have with ``verify="kernel"``.
     """
 
     status: StatusArray
@@ -136,6 +139,12 @@ def check_quota(what: str, count: int, quota_pages: int) -> None:
     """CapacityError for a batch that could never be stored as a whole."""
     if count > quota_pages:
         raise CapacityError(f"{what}: put: expected at most the quota of {quota_pages} pages, got {count}")
+
+
+def check_verify(verify: str) -> None:
+    """UsageError for what is no way to verify."""
+    if verify not in get_args(VerifyBy):
+        raise UsageError(f"verify: expected {' or '.join(get_args(VerifyBy))}, got {verify!r}")
 
 
 def check_array(name: str, array: object, count: int, dtype: np.dtype[np.generic]) -> None:

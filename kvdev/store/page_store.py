@@ -8,14 +8,12 @@ Threads: any; batches on one namespace run one after the other.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 
 from kvdev.buffers import AddressArray, Pages
 from kvdev.clock import SYSTEM_CLOCK, Deadline
-from kvdev.errors import KvdevError, UsageError
+from kvdev.errors import KvdevError
 from kvdev.keys import KeyArray, PageKeys, check_salt
 from kvdev.native.checksum import SumArray
 from kvdev.native.index import SLOT_NONE, GrantArray
@@ -23,18 +21,18 @@ from kvdev.store.batch import (
     GetResult,
     PageStatus,
     PutResult,
+    VerifyBy,
     check_array,
     check_batch,
     check_distinct,
     check_quota,
+    check_verify,
     mismatch_error,
     put_in_parts,
 )
 from kvdev.store.namespace import KvNamespace
 
 __all__ = ["BATCH_TIMEOUT_S", "GetResult", "PageStatus", "PageStore", "PutResult", "VerifyBy"]
-
-VerifyBy = Literal["store", "kernel"]
 
 BATCH_TIMEOUT_S = 30.0
 """A batch that names no deadline ends by this one."""
@@ -144,8 +142,7 @@ class PageStore:
             verify: ``store`` checks every page here; with ``kernel`` the caller compares ``sums`` with the
                 bytes and reports the pages that differ to ``report_bad``.
         """
-        if verify not in ("store", "kernel"):
-            raise UsageError(f"verify: expected store or kernel, got {verify!r}")
+        check_verify(verify)
         deadline = deadline or Deadline.after(self._timeout_s)
         addresses = check_batch(keys, pages, page_size_bytes=self.page_size_bytes, is_written=True)
         # Held from lookup to check: no slot is given to another page while it is read.

@@ -21,8 +21,10 @@ from kvdev.buffers import Pages
 from kvdev.clock import Deadline
 from kvdev.errors import ConnectionLostError, DeadlineError, KvdevError, LeaseLostError, UsageError
 from kvdev.keys import KeyArray, check_keys
+from kvdev.native.checksum import SumArray
 from kvdev.native.index import GRANT_DTYPE, SLOT_NONE, GrantArray
-from kvdev.store.page_store import GetResult, PageStatus, PageStore, PutResult
+from kvdev.store.batch import GetResult, PageStatus, PutResult, VerifyBy, check_verify
+from kvdev.store.page_store import PageStore
 
 CALL_TIMEOUT_S = 30.0
 """A call that names no deadline; running out of it means that a member does not answer."""
@@ -72,6 +74,7 @@ class SteadyStore:
         self.loss_count = self.missed_pages = self.dropped_pages = 0
         self._store: PageStore | None = open_store(deadline or Deadline.after(timeout_s))
         self.page_size_bytes = self._store.page_size_bytes
+        self.checksum = self._store.checksum
         self.what = self._store.namespace.what
 
     # --- what is away ------------------------------------------------------------------------
@@ -96,7 +99,7 @@ class SteadyStore:
         """Take up the volume as it is now, made anew or back; what is still open is closed first.
 
         Raises what opening raises; the store is away then, and this may be called again. Refused, and away, when the
-        namespace has pages of another size now.
+        namespace has pages of another size, or with another checksum, now.
         """
         deadline = deadline or Deadline.after(self._timeout_s)
         with self._mutex:
@@ -105,12 +108,15 @@ class SteadyStore:
                 store, self._store = self._store, None
                 store.close(deadline=deadline)
             found = self._open_store(deadline)
-            if found.page_size_bytes != self.page_size_bytes:
-                found.close(deadline=deadline)
-                raise UsageError(
-                    f"{self.what}: page size: expected {self.page_size_bytes}, got {found.page_size_bytes}: the "
-                    f"namespace is another one"
-                )
+            for name, expected, actual in (
+                ("page size", self.page_size_bytes, found.page_size_bytes),
+                ("checksum", self.checksum.name, found.checksum.name),
+            ):
+                if actual != expected:
+                    found.close(deadline=deadline)
+                    raise UsageError(
+                        f"{self.what}: {name}: expected {expected}, got {actual}: the namespace is another one"
+                    )
             self._store = found
             log.warning("%s: is back", self.what)
 
@@ -139,7 +145,7 @@ class SteadyStore:
         keys: KeyArray,
         pages: Pages,
         *,
-        checksums: npt.NDArray[np.uint32] | None = None,
+        checksums: SumArray | None = None,
         deadline: Deadline | None = None,
     ) -> PutResult:
         """As ``PageStore.put``; what is not stored for want of a member is an ERROR, and counted."""
@@ -165,16 +171,24 @@ class SteadyStore:
                     return result
             self.dropped_pages += len(keys)
             status = np.full(len(keys), PageStatus.ERROR, dtype=np.uint8)
-            return PutResult(status, np.zeros(len(keys), dtype=np.uint32), failure)
+            return PutResult(status, self.checksum.zeros(len(keys)), failure)
 
-    def get(self, keys: KeyArray, pages: Pages, *, deadline: Deadline | None = None) -> GetResult:
+    def get(
+        self,
+        keys: KeyArray,
+        pages: Pages,
+        *,
+        verify: VerifyBy = "store",
+        deadline: Deadline | None = None,
+    ) -> GetResult:
         """As ``PageStore.get``; what cannot be read for want of a member is a MISS, and counted."""
+        check_verify(verify)
         with self._mutex:
             self._check_open()
             store = self._store
             if store is not None:
                 try:
-                    result = store.get(keys, pages, deadline=self._limit(deadline))
+                    result = store.get(keys, pages, verify=verify, deadline=self._limit(deadline))
                 except KvdevError as error:
                     if not self._is_loss(error, deadline):
                         raise
@@ -191,8 +205,16 @@ class SteadyStore:
             grants: GrantArray = np.zeros(len(keys), dtype=GRANT_DTYPE)
             grants["slot_index"] = SLOT_NONE
             return GetResult(
-                np.zeros(len(keys), dtype=np.uint8), np.zeros(len(keys), dtype=np.uint32), grants, None
+                np.zeros(len(keys), dtype=np.uint8), self.checksum.zeros(len(keys)), grants, None
             )
+
+    def report_bad(
+        self, result: GetResult, is_bad: npt.NDArray[np.bool_], *, deadline: Deadline | None = None
+    ) -> int:
+        """As ``PageStore.report_bad``; nothing is left to withdraw while the store is away."""
+        return self._ask(
+            None, lambda store: store.report_bad(result, is_bad, deadline=self._limit(deadline)), 0, deadline
+        )
 
     def contains(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         """Which keys are stored; none while the store is away."""
@@ -210,9 +232,14 @@ class SteadyStore:
         )
 
     def _ask(
-        self, keys: KeyArray, call: Callable[[PageStore], _T], away: _T, deadline: Deadline | None = None
+        self,
+        keys: KeyArray | None,
+        call: Callable[[PageStore], _T],
+        away: _T,
+        deadline: Deadline | None = None,
     ) -> _T:
-        check_keys(keys)
+        if keys is not None:
+            check_keys(keys)
         with self._mutex:
             self._check_open()
             if self._store is None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdev.buffers import page_addresses
 from kvdev.clock import Deadline
 from kvdev.errors import CapacityError, ConnectError, ConnectionLostError, TransportError, UsageError
 from kvdev.geometry import Geometry
@@ -219,23 +220,74 @@ def test_ranks_of_one_pool_stay_apart(served: ServerThread) -> None:
         store.close()
 
 
-def test_page_damaged_on_media_is_an_error_once_and_then_a_miss(served: ServerThread, tmp_path: Path) -> None:
-    store = open_pool(served.path, "kv")
-    store.put(keys_of([1, 2]), pages_of([1, 2]))
-    needle = pages_of([1])[0].tobytes()
-    for index in range(2):
-        path = tmp_path / f"m{index}"
+def flip_bit_of_page(folder: Path, number: int) -> None:
+    needle = pages_of([number])[0].tobytes()
+    for path in (folder / "m0", folder / "m1"):
         place = path.read_bytes().find(needle)
         if place >= 0:
             with path.open("r+b") as file:
                 file.seek(place)
                 file.write(bytes([needle[0] ^ 1]))
+            return
+    pytest.fail("the page is on no member")
+
+
+def test_page_damaged_on_media_is_an_error_once_and_then_a_miss(served: ServerThread, tmp_path: Path) -> None:
+    store = open_pool(served.path, "kv")
+    store.put(keys_of([1, 2]), pages_of([1, 2]))
+    flip_bit_of_page(tmp_path, 1)
     out = np.zeros((2, PAGE), dtype=np.uint8)
     got = store.get(keys_of([1, 2]), out)
     assert got.status.tolist() == [PageStatus.ERROR, PageStatus.HIT]
     assert "page 0 of the batch: checksum" in str(got.failure)
     wait_for(lambda: not store.contains(keys_of([1])).any())
     store.close()
+
+
+class ReplacedMeanwhile:
+    """Reads pages after another client has replaced them."""
+
+    def __init__(self, page_io: Any, replace: Callable[[], object]) -> None:
+        self._page_io = page_io
+        self._replace = replace
+
+    def read(self, *arguments: Any, **options: Any) -> Any:
+        self._replace()
+        return self._page_io.read(*arguments, **options)
+
+
+def test_bytes_are_left_to_a_kernel_where_it_is_asked_for_and_what_it_reports_goes(
+    served: ServerThread, tmp_path: Path
+) -> None:
+    store, other = (open_pool(served.path, "kv") for _ in range(2))
+    with pytest.raises(UsageError, match="verify: expected store or kernel, got 'nobody'"):
+        store.get(keys_of([1]), np.zeros((1, PAGE), dtype=np.uint8), verify="nobody")  # type: ignore[arg-type]
+    put = store.put(keys_of([1, 2, 3]), pages_of([1, 2, 3]))
+    flip_bit_of_page(tmp_path, 1)
+    flip_bit_of_page(tmp_path, 3)
+    out = np.zeros((4, PAGE), dtype=np.uint8)
+    got = store.get(keys_of([1, 2, 9, 3]), out, verify="kernel")
+    hit, miss = PageStatus.HIT, PageStatus.MISS
+    assert got.status.tolist() == [hit, hit, miss, hit] and got.failure is None
+    assert got.sums[[0, 1, 3]].tolist() == put.sums.tolist(), "what the bytes must have"
+    is_bad = store.checksum.sums(page_addresses(out, PAGE), PAGE) != got.sums
+    is_bad &= got.status == hit
+    assert is_bad.tolist() == [True, False, False, True]
+    # One of the two is replaced before it is reported: the new page stays.
+    other.put(keys_of([3]), pages_of([33]))
+    assert store.report_bad(got, is_bad) == 1
+    assert store.contains(keys_of([1, 2, 3])).tolist() == [False, True, True]
+    assert store.get(keys_of([3]), out[:1]).hit_count == 1 and np.array_equal(out[:1], pages_of([33]))
+    # Replaced while it is read: no kernel gets to see what is half the one and half the other.
+    attached = store._attached
+    assert attached is not None
+    attached.page_io = ReplacedMeanwhile(  # type: ignore[assignment]
+        attached.page_io, lambda: other.put(keys_of([2]), pages_of([22]))
+    )
+    got = store.get(keys_of([2, 3]), out[:2], verify="kernel")
+    assert got.status.tolist() == [miss, hit] and store.stale_count == 1
+    store.close()
+    other.close()
 
 
 # --- bad input -------------------------------------------------------------------------------

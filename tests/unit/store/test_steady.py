@@ -145,3 +145,22 @@ def test_reopen_when_it_fails_stays_away_and_can_be_tried_again(lab: Any) -> Non
     store.reopen()  # of one that is there: closed in order, and opened
     assert store.put(keys, pages).stored_count == 20
     store.close()
+
+
+def test_pages_left_to_a_kernel_are_reported_through_it_and_away_nothing_is_left_to_report(lab: Any) -> None:
+    store = Counted(lab).store
+    keys, pages = lab.batch(4)
+    put = store.put(keys, pages)
+    with pytest.raises(UsageError, match="verify: expected store or kernel, got 'x'"):
+        store.get(keys, lab.room(4), verify="x")  # type: ignore[arg-type]
+    got = store.get(keys, lab.room(4), verify="kernel")
+    assert got.hit_count == 4 and np.array_equal(got.sums, put.sums)
+    is_bad = np.array([True, False, False, True])
+    assert store.report_bad(got, is_bad) == 2
+    assert store.contains(keys).tolist() == [False, True, True, False]
+    for opcode in (OPCODE_READ, OPCODE_WRITE, OPCODE_FLUSH):
+        lab.fail[(1, opcode)] = GONE
+    store.put(keys, pages)
+    assert store.is_away and store.report_bad(got, is_bad) == 0
+    lab.fail.clear()
+    store.close()
