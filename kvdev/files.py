@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 PathLike = str | os.PathLike[str]
 
+LOCK_MODE = 0o600
+
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -51,6 +53,23 @@ def open_kept(path: PathLike, flags: int, *, mode: int = 0o600) -> int:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flags, mode)
     try:
         os.fchmod(descriptor, mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_lock(path: PathLike, flags: int = 0) -> int:
+    """A descriptor of a file to be locked, and to be written by whoever has it; made with mode 0600 whatever the umask.
+
+    One of ours with another mode is given this one: an umask of 0777 would keep its owner out for ever.
+    """
+    flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, LOCK_MODE)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != LOCK_MODE:
+            os.fchmod(descriptor, LOCK_MODE)
     except BaseException:
         os.close(descriptor)
         raise

@@ -9,6 +9,7 @@ Not here: fencing of other hosts.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -25,6 +26,7 @@ from kvdev.block.file import FileDevice
 from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
 from kvdev.errors import UsageError
+from kvdev.files import open_lock
 
 _FLOCK = struct.Struct("hhqqi4x")
 LINGER_S = 1.0
@@ -51,7 +53,9 @@ def runtime_folder() -> Path:
     user_id = os.getuid()
     folder = Path(base) / "kvdev" if base else Path("/tmp") / f"kvdev-{user_id}"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+            folder.chmod(0o700)  # whatever the umask
         status = folder.lstat()
     except OSError as failure:
         raise UsageError(f"lock folder {folder}: {os.strerror(failure.errno or 0)}") from failure
@@ -74,7 +78,7 @@ class _Locks:
     def _lock_file(self, what: str, key: str, *, kind: int, verb: str) -> None:
         path = runtime_folder() / f"{key}.lock"
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_lock(path)
         except OSError as failure:
             raise UsageError(f"lock {path}: {os.strerror(failure.errno or 0)}") from failure
         try:
@@ -183,7 +187,7 @@ class WriterLock:
 
     def _open(self) -> int:
         try:
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return open_lock(self._path)
         except OSError as failure:
             raise UsageError(f"lock {self._path}: {os.strerror(failure.errno or 0)}") from failure
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdev.errors import ConnectError, DeadlineError, UsageError
+from kvdev.files import open_lock
 from kvdev.target.model import SpdkError
 from spdk_rpc.address import UNIX_PATH_LIMIT_BYTES
 from spdk_rpc.errors import ERROR_INTERNAL, ERROR_INVALID_REQUEST
@@ -84,7 +85,7 @@ class ListeningSocket:
     def _take_lock(self) -> int:
         while True:
             try:
-                fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fd = open_lock(self._lock_path)
             except OSError as error:
                 raise self._failed(error) from error
             try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdev.errors import UsageError
-from kvdev.files import open_kept, read_regular
+from kvdev.files import open_kept, open_lock, read_regular
 from kvdev.target.lvol import LvolStoreImage
 from kvdev.target.stack import images_json, parse_images
 
@@ -39,8 +39,7 @@ class StateFile:
                 f"state: {path}: expected a regular file or none, got something else; name another"
             )
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._lock_fd = os.open(f"{path}.lock", flags, 0o600)
+            self._lock_fd = open_lock(f"{path}.lock")
         except OSError as error:
             raise UsageError(
                 f"state: {path}: {error.strerror or error}; choose a folder you may write to"

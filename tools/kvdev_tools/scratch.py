@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvdev.errors import UsageError
+from kvdev.files import open_lock
 
 PREFIX = "kvdev-replay-"
 LOCK_NAME = "owner"
@@ -66,9 +67,8 @@ def _remove_if_left(folder: Path) -> None:
 def _make() -> tuple[Path, int]:
     for _ in range(_ATTEMPT_COUNT_MAX):
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        lock = os.open(
-            folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        folder.chmod(0o700)  # whatever the umask
+        lock = open_lock(folder / LOCK_NAME, os.O_EXCL)
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_nlink:

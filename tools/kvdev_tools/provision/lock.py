@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvdev.errors import UsageError
+from kvdev.files import open_lock
 from kvdev.store.lock import runtime_folder
 from kvdev_tools.provision.document import Deployment
 from spdk_rpc import parse_address
@@ -42,7 +43,7 @@ def locked(deployment: Deployment) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_lock(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot lock: {error.strerror}; run as the user of that SPDK") from error
     try:
