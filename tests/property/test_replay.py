@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
+from kvdev.errors import ConnectionLostError
 from kvdev.geometry import Geometry
+from kvdev.native.io import OPCODE_READ
 from kvdev.staging import Arena
 from kvdev.store import PageStore, Volume
 from kvdev_kernels import PageKernels
@@ -159,3 +162,31 @@ def test_canary_pages_in_the_wrong_blocks_are_mismatches() -> None:
     with WrongKernels("numpy") as kernels, set_up(kernels, quota_pages=8, page_count=5) as setup:
         setup.replayer.replay(0, request)
         assert setup.replayer.replay(1, request).mismatches == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(-errno.ETIMEDOUT, False), (-errno.EIO, False), (-errno.ENOTCONN, True)]
+)
+def test_read_that_fails_or_takes_too_long_is_a_miss_and_a_lost_device_ends_the_replay(
+    kernels: PageKernels, error: int, ends: bool
+) -> None:
+    request = to_request([1, 2, 3, 4, 5])
+    with set_up(kernels, quota_pages=8, page_count=5, member_count=1) as setup:
+        setup.replayer.replay(0, request)
+        reads = 0
+
+        def fail_third(opcode: int, slba: int, payload: object) -> tuple[int, int]:
+            nonlocal reads
+            reads += opcode == OPCODE_READ
+            return (error, 0) if opcode == OPCODE_READ and reads == 3 else (0, 0)
+
+        setup.devices[0].observer = fail_third
+        if ends:
+            with pytest.raises(ConnectionLostError):
+                setup.replayer.replay(1, request)
+            return
+        record = setup.replayer.replay(1, request)
+        assert (record.pages_restored, record.failed_reads, record.page_errors) == (2, 1, 0)
+        assert (record.pages_written, record.mismatches) == (3, 0)
+        again = setup.replayer.replay(2, request)
+        assert (again.pages_restored, again.failed_reads) == (5, 0)

@@ -12,7 +12,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvdev.errors import CommandError, CorruptionError, KvdevError, UncertainWriteError
+from kvdev.errors import (
+    CommandError,
+    ConnectionLostError,
+    CorruptionError,
+    KvdevError,
+    TransportError,
+    UncertainWriteError,
+)
 from kvdev.keys import KeyArray, PageKeys
 from kvdev.staging import Arena
 from kvdev.store import PageStatus, PageStore
@@ -162,8 +169,9 @@ class Replayer:
         return stored, spent_ns + self._now_ns() - started
 
     def _check_read(self, error: KvdevError) -> None:
-        """Let pass what a device said of single reads: their pages are misses. Raises what concerns all of it."""
-        if not isinstance(error, (CommandError, CorruptionError)):
+        """Let pass what became of single reads: their pages are misses. Raises what concerns all of the store."""
+        is_of_a_read = isinstance(error, (CommandError, CorruptionError, TransportError))
+        if not is_of_a_read or isinstance(error, ConnectionLostError):
             raise error
         log.warning("replay: %s", error)
 
