@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kvdev.session import Session
 from kvdev.store import PageStore, Volume
 from kvdev.store.recreate import recreate_volume
 from kvdev.store.steady import SteadyStore
+from kvdev.testing.killable import KillableTarget
 from kvdev.testing.target import TEST_NQN, RunningTarget, running_target
 
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
@@ -70,7 +72,7 @@ def test_member_that_is_lost_in_service_means_misses_and_the_volume_is_made_anew
             opened = Volume.open(members, deadline=deadline)
             return PageStore(opened.open_namespace("kv", geometry=GEOMETRY, deadline=deadline))
 
-        store = SteadyStore(open_store)
+        store = SteadyStore(open_store, reopens_by_itself=False)
         assert store.put(keys[:20], pages[:20]).stored_count == 20
         store.flush()
         assert store.get(keys[:20], out[:20]).hit_count == 20
@@ -106,3 +108,39 @@ def test_member_that_is_lost_in_service_means_misses_and_the_volume_is_made_anew
         store.flush()
         assert store.get(keys, out).hit_count == 40 and np.array_equal(out, pages)
         store.close()
+
+
+def test_engine_goes_on_by_itself_when_the_target_is_back(tmp_path: Path, rng: np.random.Generator) -> None:
+    keys = rng.integers(0, 256, (20, 32), dtype=np.uint8)
+    pages = rng.integers(0, 256, (20, GEOMETRY.page_size_bytes), dtype=np.uint8)
+    out = np.zeros_like(pages)
+    with KillableTarget(tmp_path) as target:
+        with Session(host=HOST, options=QUICK) as kv:
+            volume = Volume.create([kv.open_device(f"{target.uri()}?nsid=1")], name="v", deadline=soon())
+            volume.create_namespace("kv", GEOMETRY, quota_pages=40, deadline=soon())
+        sessions: list[Session] = []
+
+        def open_store(deadline: Deadline) -> PageStore:
+            # One of its own, anew each time: attempts come from another thread, and one that fails leaves some open.
+            while sessions:
+                sessions.pop().close(deadline=deadline)
+            sessions.append(Session(host=HOST, options=QUICK))
+            opened = sessions[0].open_volume(f"vol+{target.uri()}", deadline=deadline)
+            return PageStore(opened.open_namespace("kv", geometry=GEOMETRY, deadline=deadline))
+
+        store = SteadyStore(open_store, retry_s_min=0.05, retry_s_max=0.2)
+        assert store.put(keys, pages).stored_count == 20
+        store.flush()
+        target.kill()
+        assert store.get(keys, out).hit_count == 0 and store.is_away
+        limit, pause = soon(), threading.Event()
+        while store.stat().attempt_count < 2:
+            assert not limit.is_expired and store.put(keys, pages).error_count == 20
+            pause.wait(0.05)
+        target.start()
+        while store.is_away:
+            assert not limit.is_expired, store.stat()
+            pause.wait(0.05)
+        assert store.get(keys, out).hit_count == 20 and np.array_equal(out, pages)
+        store.close()
+        sessions[0].close()

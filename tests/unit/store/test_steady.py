@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from kvdev.clock import Deadline
 from kvdev.errors import CommandError, ConnectionLostError, UsageError
 from kvdev.native.io import OPCODE_FLUSH, OPCODE_READ, OPCODE_WRITE
 from kvdev.store.page_store import PageStatus, PageStore
-from kvdev.store.steady import SteadyStore
+from kvdev.store.steady import SteadyStore, retry_pauses_s
 from kvdev.store.volume import Volume
 
 GONE = (-errno.ENOTCONN, 0)
@@ -21,12 +23,13 @@ GONE = (-errno.ENOTCONN, 0)
 class Counted:
     """A steady store over the lab's members, which count their commands."""
 
-    def __init__(self, lab: Any) -> None:
+    def __init__(self, lab: Any, **options: Any) -> None:
         self.lab = lab
         self.command_count = 0
         for index, member in enumerate(lab.members):
             member.observer = lambda opcode, slba, payload, i=index: self.see(i, opcode)
-        self.store = SteadyStore(self.open)
+        self.open_count = 0
+        self.store = SteadyStore(self.open, **{"reopens_by_itself": False, **options})
 
     def see(self, member_index: int, opcode: int) -> tuple[int, int]:
         self.command_count += 1
@@ -34,6 +37,7 @@ class Counted:
         return found
 
     def open(self, deadline: Deadline) -> PageStore:
+        self.open_count += 1
         volume = Volume.open(self.lab.members, deadline=deadline)
         store = PageStore(volume.open_namespace("kv", deadline=deadline))
         self.lab.stores.append(store)
@@ -164,3 +168,64 @@ def test_pages_left_to_a_kernel_are_reported_through_it_and_away_nothing_is_left
     assert store.is_away and store.report_bad(got, is_bad) == 0
     lab.fail.clear()
     store.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit, pause = Deadline.after(60), threading.Event()
+    while not condition():
+        assert not limit.is_expired, "it does not come"
+        pause.wait(0.005)
+
+
+def test_store_that_is_away_comes_back_by_itself_and_says_each_change_once(
+    lab: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted = Counted(lab, reopens_by_itself=True, retry_s_min=0.001, retry_s_max=0.002)
+    store = counted.store
+    keys, pages = lab.batch(20)
+    store.put(keys, pages)
+    store.flush()
+    counted.lose()
+    assert store.put(keys, pages).stored_count == 0
+    wait_for(lambda: store.stat().attempt_count >= 5)
+    away = store.stat()
+    assert away.is_away and away.reopen_count == 0 and "connection lost" in away.refusal
+    assert store.get(keys, lab.room(20)).miss_count == 20
+    lab.fail.clear()
+    wait_for(lambda: not store.is_away)
+    stat = store.stat()
+    assert (stat.loss_count, stat.reopen_count, stat.refusal) == (1, 1, "")
+    assert 5 < stat.attempt_count == counted.open_count - 1
+    out = lab.room(20)
+    assert store.get(keys, out).hit_count == 20 and np.array_equal(out, pages)
+    said = [each.getMessage() for each in caplog.records if "taken over" not in each.getMessage()]
+    assert ["misses and dropped puts until it is back" in each for each in said] == [True, False]
+    assert said[1] == "v#kv: is back"
+    counted.lose()  # and again
+    store.put(keys, pages)
+    lab.fail.clear()
+    wait_for(lambda: store.stat().reopen_count == 2)
+    store.close()
+
+
+def test_close_of_a_store_that_is_away_ends_the_attempts(lab: Any) -> None:
+    counted = Counted(lab, reopens_by_itself=True, retry_s_min=0.001, retry_s_max=0.001)
+    keys, pages = lab.batch(3)
+    counted.lose()
+    counted.store.put(keys, pages)
+    wait_for(lambda: counted.open_count > 2)
+    counted.store.close()
+    seen = counted.open_count
+    threading.Event().wait(0.05)
+    assert counted.open_count == seen
+    with pytest.raises(UsageError, match="is closed"):
+        counted.store.reopen()
+
+
+def test_pauses_between_attempts_double_up_to_their_bound(lab: Any) -> None:
+    pauses = retry_pauses_s(0.5, 3.0)
+    assert [next(pauses) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    with pytest.raises(
+        UsageError, match="retry_s_min: expected more than 0 and at most retry_s_max, 1, got 2"
+    ):
+        Counted(lab, retry_s_min=2, retry_s_max=1)
