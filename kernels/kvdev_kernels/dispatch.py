@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,20 @@ from kvdev_kernels.errors import BackendUnavailableError, ShapeError
 from kvdev_kernels.fp8 import check_scales, dequantize, fp8_geometry, quantize
 from kvdev_kernels.layout import PagedLayout
 from kvdev_kernels.reference import checksum_at, memory_at
-from kvdev_kernels.tensor import CPU
+from kvdev_kernels.tensor import CPU, is_tensor, stream_number, tensor_pages
+
+if TYPE_CHECKING:
+    from kvdev_kernels.gpu_backend import GpuBackend
 
 BACKEND_VARIABLE = "KVDEV_KERNELS"
 """Environment variable that names the back end, for example ``numpy`` or ``cpu-numba:portable``."""
 
 BACKENDS = ("cpu-numba", "numpy")
-"""Best first."""
+"""Of tensors the processor reaches, best first."""
+GPU_DEVICE = "cuda"
+"""Torch's word for devices of either vendor."""
+GPU_BACKENDS = ("hip", "cuda")
+"""Of tensors in the memory of a GPU; ``cuda:1`` is device 1."""
 
 ALGORITHMS = ("crc32c", "nh64")
 """Page checksums: CRC32C of 32 bits, which the store keeps, and NH-64 of 64, which a GPU can compute."""
@@ -77,16 +84,21 @@ class PageKernels:
     """Pack and unpack on one back end.
 
     Args:
-        backend: a name of ``BACKENDS``, ``cpu-numba:TIER``, or ``auto``: the environment variable KVDEV_KERNELS if
-            it is set, else the best one that works here.
+        backend: a name of ``BACKENDS`` or ``GPU_BACKENDS``, ``cpu-numba:TIER``, ``cuda:DEVICE``, or ``auto``: the
+            environment variable KVDEV_KERNELS if it is set, else for each layout the best one that works where its
+            tensors are; those of GPUs are opened when they are first needed.
         thread_count: threads over pages; by default one for each core this process may use, at most eight.
     """
 
     def __init__(self, backend: str = "auto", *, thread_count: int | None = None) -> None:
         if backend == "auto":
             backend = os.environ.get(BACKEND_VARIABLE) or "auto"
+        self._is_auto = backend == "auto"
         self._backend = _open(backend, thread_count)
+        self._gpus: dict[str, GpuBackend] = {}
+        self._staging: dict[int, int] = {}
         self.backend = self._backend.backend
+        """Of tensors on the CPU where it was chosen automatically."""
 
     @property
     def tier(self) -> str:
@@ -98,57 +110,71 @@ class PageKernels:
         self,
         layout: PagedLayout,
         block_table: Any,
-        pages: Pages,
+        pages: Any,
         *,
         checksums: bool = True,
         algorithm: Literal["crc32c"] = "crc32c",
+        stream: Any = None,
     ) -> Crc32cArray | None: ...
 
     @overload
     def pack(
-        self, layout: PagedLayout, block_table: Any, pages: Pages, *, checksums: bool = True, algorithm: str
+        self,
+        layout: PagedLayout,
+        block_table: Any,
+        pages: Any,
+        *,
+        checksums: bool = True,
+        algorithm: str,
+        stream: Any = None,
     ) -> SumArray | None: ...
 
     def pack(
         self,
         layout: PagedLayout,
         block_table: Any,
-        pages: Pages,
+        pages: Any,
         *,
         checksums: bool = True,
         algorithm: str = "crc32c",
+        stream: Any = None,
     ) -> SumArray | None:
         """Gather pages out of the paged tensors into staging; returns each page's checksum.
 
         Args:
             block_table: (pages, blocks per page) block indices, in token order.
-            pages: where to: an array, a lease or addresses (``kvdev.buffers``), in the block table's order.
+            pages: where to: an array, a lease or addresses (``kvdev.buffers``), or a torch tensor on the CPU or the
+                layout's device, in the block table's order. For a GPU host memory is pinned (``register``).
             checksums: without, nothing is computed and None returned.
             algorithm: of ``ALGORITHMS``.
+            stream: of a GPU, whose present work writes the tensors: a number or torch's stream. By default torch's
+                current one where the tensors are torch's.
         """
-        self._check_device(layout)
+        mover = self._mover(layout, stream)
         addresses = _addresses(pages, layout, is_written=True)
         table = layout.check_table(block_table, len(addresses), is_written=False)
         sums = _sums(algorithm, len(addresses))
         if len(addresses):
-            self._backend.pack(layout, table, addresses, sums if checksums else None)
+            mover.pack(layout, table, addresses, sums if checksums else None)
         return sums if checksums else None
 
     def unpack(
         self,
         layout: PagedLayout,
         block_table: Any,
-        pages: Pages,
+        pages: Any,
         *,
         verify: npt.ArrayLike | None = None,
         algorithm: str = "crc32c",
+        stream: Any = None,
     ) -> UnpackResult:
         """Scatter pages from staging into the paged tensors, computing each page's checksum on the way.
 
         ``verify`` holds the expected checksum of each page. A page that differs was scattered all the same: the blocks
         it names, and nothing else, hold wrong bytes, and ``is_ok`` says so; whoever called must not use them.
+        ``stream``, as in ``pack``, is what may still read the blocks.
         """
-        self._check_device(layout)
+        mover = self._mover(layout, stream)
         addresses = _addresses(pages, layout, is_written=False)
         table = layout.check_table(block_table, len(addresses), is_written=True)
         if not layout.is_writable:
@@ -156,7 +182,7 @@ class PageKernels:
         expected = _expected(verify, len(addresses))
         sums = _sums(algorithm, len(addresses))
         if len(addresses):
-            self._backend.unpack(layout, table, addresses, sums)
+            mover.unpack(layout, table, addresses, sums)
         is_ok = np.ones(len(addresses), np.bool_) if expected is None else sums == expected
         return UnpackResult(sums, is_ok)
 
@@ -236,7 +262,7 @@ class PageKernels:
     ) -> tuple[npt.NDArray[np.int64], AddressArray, npt.NDArray[np.float32]]:
         if layout.device != CPU:
             raise ShapeError("tensors: device", expected="cpu, where fp8 is made", got=layout.device)
-        self._check_device(layout)
+        self._mover(layout, None)
         narrow = fp8_geometry(layout.geometry, dtype)
         factors = check_scales(layout.geometry, scales)
         addresses = _addresses(pages, layout, is_written=is_pack, size=narrow.page_size_bytes)
@@ -245,18 +271,73 @@ class PageKernels:
             raise ShapeError("tensors", expected="writable memory", got="a read-only array")
         return table, addresses, factors
 
-    def _check_device(self, layout: PagedLayout) -> None:
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pin staging memory for every GPU that is used from now on; once, before pages in it are moved."""
+        if address in self._staging:
+            raise ShapeError("staging", expected="memory that is not registered yet", got=f"{address:#x}")
+        done: list[GpuBackend] = []
+        try:
+            for gpu in self._opened():
+                gpu.kernels.register(address, size_bytes)
+                done.append(gpu)
+        except BaseException:
+            for gpu in done:
+                gpu.kernels.unregister(address)
+            raise
+        self._staging[address] = size_bytes
+
+    def unregister(self, address: int) -> None:
+        """Undo ``register``, before the memory is unmapped."""
+        if address not in self._staging:
+            raise ShapeError("staging", expected="memory that was registered", got=f"{address:#x}")
+        del self._staging[address]
+        for gpu in self._opened():
+            gpu.kernels.unregister(address)
+
+    def _opened(self) -> list[GpuBackend]:
+        from kvdev_kernels.gpu_backend import GpuBackend
+
+        return [each for each in (self._backend, *self._gpus.values()) if isinstance(each, GpuBackend)]
+
+    def _mover(self, layout: PagedLayout, stream: Any) -> Backend:
+        """What moves this layout's pages, behind the work of ``stream``; ShapeError where nothing here can."""
         kind = layout.device.partition(":")[0]
-        if kind not in self._backend.devices:
-            raise ShapeError(
-                f"{layout.views[0].name}: device",
-                expected=f"{' or '.join(self._backend.devices)} for back end {self.backend}",
-                got=layout.device,
-            )
+        backend: Any = self._backend
+        if kind not in backend.devices:
+            if not self._is_auto or kind != GPU_DEVICE:
+                raise ShapeError(
+                    f"{layout.views[0].name}: device",
+                    expected=f"{' or '.join(backend.devices)} for back end {self.backend}",
+                    got=layout.device,
+                )
+            backend = self._gpu(layout)
+        if kind != GPU_DEVICE:
+            if stream is not None:
+                raise ShapeError("stream", expected="none for tensors on the CPU", got=type(stream).__name__)
+            return cast(Backend, backend)
+        return _Behind(backend, stream_number(stream, layout.owners[0]))
+
+    def _gpu(self, layout: PagedLayout) -> GpuBackend:
+        """The back end of the layout's device, opened if it is not yet."""
+        from kvdev_kernels.gpu_backend import open_backend
+
+        found = self._gpus.get(layout.device)
+        if found is None:
+            found = open_backend(layout)
+            try:
+                for address, size_bytes in self._staging.items():
+                    found.kernels.register(address, size_bytes)
+            except BaseException:
+                found.close()
+                raise
+            self._gpus[layout.device] = found
+        return found
 
     def close(self) -> None:
-        """End the back end's threads."""
-        self._backend.close()
+        """End the back end's threads, and give back what GPUs hold."""
+        for each in (*self._gpus.values(), self._backend):
+            each.close()
+        self._gpus.clear()
 
     def __enter__(self) -> PageKernels:
         return self
@@ -265,6 +346,35 @@ class PageKernels:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Behind:
+    """A GPU's back end, moving behind the work of one stream."""
+
+    def __init__(self, gpu: GpuBackend, after: int | None) -> None:
+        self.backend, self.devices = gpu.backend, gpu.devices
+        self._gpu, self._after = gpu, after
+
+    def pack(
+        self,
+        layout: PagedLayout,
+        table: npt.NDArray[np.int64],
+        addresses: AddressArray,
+        sums: SumArray | None,
+    ) -> None:
+        self._gpu.pack(layout, table, addresses, sums, after=self._after)
+
+    def unpack(
+        self,
+        layout: PagedLayout,
+        table: npt.NDArray[np.int64],
+        addresses: AddressArray,
+        sums: SumArray | None,
+    ) -> None:
+        self._gpu.unpack(layout, table, addresses, sums, after=self._after)
+
+    def close(self) -> None:
+        """It stays its owner's."""
 
 
 def _sums(algorithm: str, count: int) -> SumArray:
@@ -284,13 +394,18 @@ def _expected(verify: npt.ArrayLike | None, count: int) -> npt.NDArray[Any] | No
     return expected
 
 
-def _addresses(pages: Pages, layout: PagedLayout, *, is_written: bool, size: int = 0) -> AddressArray:
+def _addresses(pages: Any, layout: PagedLayout, *, is_written: bool, size: int = 0) -> AddressArray:
     size = size or layout.geometry.page_size_bytes
+    page_device = CPU
+    if not isinstance(pages, np.ndarray) and is_tensor(pages):
+        pages, page_device = tensor_pages(pages, size)
+        if page_device not in (CPU, layout.device):
+            raise ShapeError("pages: device", expected=f"cpu or {layout.device}", got=page_device)
     try:
         addresses = page_addresses(pages, size, is_written=is_written)
     except UsageError as error:
         raise ShapeError("pages", expected="pages of this geometry", got=str(error)) from error
-    if layout.device == CPU and layout.shares_memory(addresses, size):
+    if layout.device == page_device and layout.shares_memory(addresses, size):
         raise ShapeError("pages", expected="memory apart from the tensors'", got="a page inside a tensor")
     return addresses
 
@@ -311,7 +426,15 @@ def _open(name: str, thread_count: int | None) -> Backend:
         from kvdev_kernels.reference import NumpyKernels
 
         return NumpyKernels()
-    raise BackendUnavailableError(name, f"no such back end; expected one of {', '.join(BACKENDS)} or auto")
+    if kind in GPU_BACKENDS and (not tier or tier.isdecimal()):
+        from kvdev_kernels.driver import Driver
+        from kvdev_kernels.gpu_backend import GpuBackend, vendor_named
+
+        vendor = vendor_named(kind)
+        assert vendor is not None, "GPU_BACKENDS are the vendors'"
+        return GpuBackend(Driver(vendor, int(tier or 0)))
+    known = ", ".join((*BACKENDS, *GPU_BACKENDS))
+    raise BackendUnavailableError(name, f"no such back end; expected one of {known} or auto")
 
 
 def availability() -> dict[str, str]:
@@ -335,28 +458,30 @@ def default_kernels() -> PageKernels:
 def pack(
     layout: PagedLayout,
     block_table: Any,
-    pages: Pages,
+    pages: Any,
     *,
     checksums: bool = True,
     algorithm: str = "crc32c",
+    stream: Any = None,
     kernels: PageKernels | None = None,
 ) -> SumArray | None:
     """``PageKernels.pack`` on ``kernels`` or the default ones."""
     return (kernels or default_kernels()).pack(
-        layout, block_table, pages, checksums=checksums, algorithm=algorithm
+        layout, block_table, pages, checksums=checksums, algorithm=algorithm, stream=stream
     )
 
 
 def unpack(
     layout: PagedLayout,
     block_table: Any,
-    pages: Pages,
+    pages: Any,
     *,
     verify: npt.ArrayLike | None = None,
     algorithm: str = "crc32c",
+    stream: Any = None,
     kernels: PageKernels | None = None,
 ) -> UnpackResult:
     """``PageKernels.unpack`` on ``kernels`` or the default ones."""
     return (kernels or default_kernels()).unpack(
-        layout, block_table, pages, verify=verify, algorithm=algorithm
+        layout, block_table, pages, verify=verify, algorithm=algorithm, stream=stream
     )

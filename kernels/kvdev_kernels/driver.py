@@ -193,6 +193,13 @@ class Driver:
             self._call("host_unregister", host)
             raise
 
+    def mapped_host(self, address: int) -> int | None:
+        """The device address of host memory that is pinned, by whomever; None where it is not."""
+        try:
+            return self._address("host_pointer", self.ffi.cast("void *", address), 0)
+        except GpuError:
+            return None
+
     def unregister_host(self, address: int) -> None:
         """Undo ``register_host``; before the memory is unmapped."""
         self._call("host_unregister", self.ffi.cast("void *", address))

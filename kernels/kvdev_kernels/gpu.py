@@ -319,22 +319,39 @@ class GpuKernels:
         self.driver.unregister_host(address)
         del self._registered[address]
 
-    def _device_addresses(self, addresses: AddressArray, size_bytes: int) -> AddressArray:
+    def is_device_memory(self, addresses: AddressArray, size_bytes: int) -> bool:
+        """Whether any of these pages lies in the memory of the device, where the processor does not reach it."""
+        self.driver.use()
+        return bool(self._device_addresses(addresses, size_bytes)[1].any())
+
+    def _device_addresses(
+        self, addresses: AddressArray, size_bytes: int
+    ) -> tuple[AddressArray, npt.NDArray[np.bool_]]:
+        """Where the device finds each page, and whether it is in its own memory."""
         out = np.zeros(len(addresses), np.uint64)
+        is_own = np.zeros(len(addresses), np.bool_)
         for start, (size, device) in self._registered.items():
             inside = (addresses >= np.uint64(start)) & (
                 addresses + np.uint64(size_bytes) <= np.uint64(start + size)
             )
             out[inside] = addresses[inside] - np.uint64(start) + np.uint64(device)
-        missing = np.flatnonzero(out == 0)
-        if missing.size:
-            index = int(missing[0])
-            raise ShapeError(
-                f"pages[{index}]",
-                expected=f"{size_bytes} bytes of staging registered with this device",
-                got=f"address {int(addresses[index]):#x}",
-            )
-        return out
+        for index in np.flatnonzero(out == 0).tolist():
+            out[index], is_own[index] = self._foreign_page(index, int(addresses[index]), size_bytes)
+        return out, is_own
+
+    def _foreign_page(self, index: int, address: int, size_bytes: int) -> tuple[int, bool]:
+        """A page in memory that somebody else pinned or allocated (torch): its device address, and if it is there."""
+        first, last = (self.driver.mapped_host(address + at) for at in (0, size_bytes - 1))
+        if first is not None and last == first + size_bytes - 1:
+            return first, False
+        found = self.driver.allocation_of(address)
+        if found is not None and address + size_bytes <= found[0] + found[1]:
+            return address, True
+        raise ShapeError(
+            f"pages[{index}]",
+            expected=f"{size_bytes} bytes of staging registered with this device (register), pinned, or its own memory",
+            got=f"address {address:#x}",
+        )
 
     # --- moves
     def submit_pack(
@@ -403,10 +420,12 @@ class GpuKernels:
         if not count:
             raise ShapeError("pages", expected="one page or more", got=0)
         self._check_layout(layout)
-        pages = self._device_addresses(addresses, size)
+        self.driver.use()
+        pages, is_own = self._device_addresses(addresses, size)
+        if is_own.any():
+            order = order._replace(route=Route.DIRECT)  # no link to cross
         if order.has_sum and bool((pages % np.uint64(16)).any()):
             raise ShapeError("pages", expected="addresses at multiples of 16 to checksum them", got="others")
-        self.driver.use()
         self._check_memory(layout)
         groups = _layer_groups(layout, order.layers_per_event)
         parts = _Parts.of(len(layout.plane_addresses), order.table.size, count, len(groups))

@@ -373,7 +373,7 @@ class PagedLayout:
         written over each other.
         """
         try:
-            table = np.asarray(block_table)
+            table = np.asarray(block_table.cpu() if hasattr(block_table, "cpu") else block_table)
         except ValueError as error:
             raise ShapeError("block_table: shape", expected="rows of one length", got=error) from error
         if not np.issubdtype(table.dtype, np.integer):

@@ -6,11 +6,13 @@ Trust: tensors are the caller's; raises only ShapeError for what is none or has 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kvdev.buffers import AddressedPages
 from kvdev.errors import UsageError
 from kvdev.geometry import dtype_name
 from kvdev_kernels.errors import ShapeError
@@ -75,6 +77,42 @@ def view_of(tensor: Any, name: str) -> TensorView:
     if hasattr(tensor, "__dlpack__"):
         return view_of(_from_dlpack(tensor, name), name)
     raise ShapeError(name, expected="a NumPy array or torch tensor", got=type(tensor).__name__)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether ``view_of`` takes it, other than a NumPy array."""
+    return all(hasattr(value, method) for method in _TORCH_METHODS) or hasattr(value, "__dlpack__")
+
+
+def tensor_pages(tensor: Any, size_bytes: int) -> tuple[AddressedPages, str]:
+    """The rows of a tensor ``(n, size_bytes)`` of bytes as pages, and the device they are on."""
+    view = view_of(tensor, "pages")
+    shape, strides = view.shape, view.strides_bytes
+    if len(shape) != 2 or shape[1] != size_bytes or view.element_size_bytes != 1:
+        raise ShapeError(
+            "pages", expected=f"a (n, {size_bytes}) tensor of uint8", got=f"{shape} {view.dtype}"
+        )
+    if (shape[1] > 1 and strides[1] != 1) or (shape[0] > 1 and strides[0] < size_bytes):
+        raise ShapeError("pages: strides", expected="rows that are contiguous and apart", got=strides)
+    addresses = np.uint64(view.address) + np.arange(shape[0], dtype=np.uint64) * np.uint64(max(strides[0], 0))
+    return AddressedPages(addresses, size_bytes, view.owner), view.device
+
+
+def stream_number(stream: Any, tensor: object) -> int | None:
+    """The stream that moves come after: a number, torch's stream, or else the current one of a torch tensor's device.
+
+    None where nobody says: a tensor of someone else, without a stream.
+    """
+    if isinstance(stream, (int, np.integer)) and not isinstance(stream, bool):
+        return int(stream)
+    if hasattr(stream, "cuda_stream"):
+        return int(stream.cuda_stream)
+    if stream is not None:
+        raise ShapeError("stream", expected="a stream's number or torch's stream", got=type(stream).__name__)
+    torch = sys.modules.get("torch")  # whoever has a torch tensor has imported it
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        return None
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 def _from_dlpack(tensor: Any, name: str) -> Any:

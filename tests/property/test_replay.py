@@ -151,7 +151,7 @@ def test_canary_a_bit_turned_on_media_is_caught(kernels: PageKernels, rng: np.ra
 class WrongKernels(PageKernels):
     """A kernel that puts two pages into each other's blocks but reports the right checksums."""
 
-    def unpack(self, layout, block_table, pages, *, verify=None, algorithm="crc32c"):  # type: ignore[no-untyped-def]
+    def unpack(self, layout, block_table, pages, *, verify=None, algorithm="crc32c", stream=None):  # type: ignore[no-untyped-def]
         result = super().unpack(layout, block_table, pages, verify=verify, algorithm=algorithm)
         super().unpack(layout, np.asarray(block_table)[::-1], pages)
         return result
