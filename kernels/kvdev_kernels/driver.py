@@ -7,6 +7,7 @@ Threads: any; the caller's thread is bound to the device by ``use``. Nothing her
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -51,12 +52,22 @@ def open_library(ffi: Any, names: Sequence[str], variable: str, backend: str) ->
     chosen = os.environ.get(variable)
     candidates = [chosen] if chosen else [*names, *_wheel_libraries(names)]
     for name in candidates:
+        for part in _parts_beside(Path(name)):
+            with contextlib.suppress(OSError):
+                ffi.dlopen(str(part), os.RTLD_NOW | os.RTLD_NODELETE)
         try:
             return ffi.dlopen(name)
         except OSError:
             continue
     where = f" ({variable})" if chosen else f" ({variable} may name a file)"
     raise BackendUnavailableError(backend, f"{' or '.join(map(str, candidates[:3]))} cannot be opened{where}")
+
+
+def _parts_beside(path: Path) -> list[Path]:
+    """What NVRTC 13 opens by name when it first compiles, and does not find where its package put both."""
+    if not path.is_absolute() or not path.name.startswith("libnvrtc."):
+        return []
+    return sorted(path.parent.glob("libnvrtc-builtins.so.*"))
 
 
 def _wheel_libraries(names: Sequence[str]) -> list[str]:
