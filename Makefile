@@ -82,7 +82,7 @@ for c in $(CSRC)/*.c; do $(1) -std=c11 -D_GNU_SOURCE $(2) -fno-strict-aliasing -
     -include tests/fuzz/seam.h -c -o $(FUZZ)/$(3)_$$(basename $$c .c).o $$c || exit 1; done
 for c in tests/fuzz/*.c; do $(1) -std=c11 -D_GNU_SOURCE $(2) $(4) -pthread -I$(CSRC) -Itests/fuzz \
     -c -o $(FUZZ)/$(3)_fuzz_$$(basename $$c .c).o $$c || exit 1; done
-$(1) $(2) $(4) -pthread -o $@ $(FUZZ)/$(3)_*.o
+$(1) $(2) $(4) -pthread -o $@ $(FUZZ)/$(3)_*.o -lm
 endef
 
 $(FUZZ)/pdu_fuzz: $(FUZZ_SOURCES)

@@ -53,6 +53,7 @@ ffibuilder.set_source(
     extra_link_args=[
         "-pthread",
         "-ldl",
+        "-lm",
         *(["-fsanitize=address,undefined"] if os.environ.get("KVDEV_SANITIZE") else []),
     ],
     py_limited_api=True,

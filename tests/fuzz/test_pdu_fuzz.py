@@ -73,7 +73,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def link_and_run(objects: list[Path], program: Path, *, mutated: int) -> subprocess.CompletedProcess[str]:
-    subprocess.run(["gcc", *FLAGS, "-o", program, *objects], check=True)
+    subprocess.run(["gcc", *FLAGS, "-o", program, *objects, "-lm"], check=True)
     return subprocess.run(
         [program, "--seed", "1", "--mutated", str(mutated)], capture_output=True, text=True, timeout=1200
     )

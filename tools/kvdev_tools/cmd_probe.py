@@ -5,9 +5,23 @@ Not here: the jobs (``kvdev_tools.probe``).
 
 from __future__ import annotations
 
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
 import click
 
+from kvdev_tools.connect import FiniteRange, host_options, make_session
 from kvdev_tools.exits import ExitCode
+
+if TYPE_CHECKING:
+    from kvdev.session import Session
+    from kvdev_tools.probe.job import Plan
+    from kvdev_tools.probe.measure import Measured
+    from kvdev_tools.probe.run import Outcome, Status
+
+FORMATS = ("normal", "json", "json+", "terse")
 
 
 @click.command(
@@ -19,31 +33,101 @@ from kvdev_tools.exits import ExitCode
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[--OPTION=VALUE]... [JOBFILE]...")
 @click.option("--parse-only", is_flag=True, help="Check the jobs and run none.")
 @click.option("--readonly", is_flag=True, help="Refuse jobs that write or trim.")
+@click.option(
+    "--destroy",
+    multiple=True,
+    metavar="DEVICE",
+    help="Write to this device whatever it holds; may be repeated.",
+)
 @click.option("--section", multiple=True, metavar="NAME", help="Only this job of the files; may be repeated.")
+@click.option("--output", metavar="FILE", help="Write the results there.")
+@click.option(
+    "--output-format",
+    "formats",
+    default="normal",
+    show_default=True,
+    metavar="FORMAT",
+    help="normal, json, json+ or terse; several with commas between.",
+)
+@click.option("--minimal", is_flag=True, help="As --output-format terse.")
+@click.option(
+    "--status-interval",
+    "interval",
+    metavar="TIME",
+    help="Print results so far each time this has passed (30, 500ms, 1m).",
+)
+@click.option(
+    "--eta",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    show_default=True,
+    help="Show a status line.",
+)
+@click.option(
+    "--wait",
+    "timeout_s",
+    metavar="SECONDS",
+    type=FiniteRange(0.1, 3600.0),
+    default=30.0,
+    show_default=True,
+    help="Longest wait for a target, and for one command.",
+)
+@click.option(
+    "--queues",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Connections of each job to an NVMe/TCP controller.",
+)
 @click.option(
     "--help-options", is_flag=True, help="List the options of jobs, and what becomes of fio's others."
 )
+@host_options
 def probe(
     arguments: tuple[str, ...],
     parse_only: bool,
     readonly: bool,
+    destroy: tuple[str, ...],
     section: tuple[str, ...],
+    output: str | None,
+    formats: str,
+    minimal: bool,
+    interval: str | None,
+    eta: str,
+    timeout_s: float,
+    queues: int,
     help_options: bool,
+    host_nqn: str | None,
+    host_id: str | None,
 ) -> int:
     """Measure devices with fio's job files, or with jobs on the command line.
 
+    A job that writes to a device with a volume, partition table, file system, md or LVM on it, or in use, is refused
+    unless --destroy names that device. Ctrl-C ends the jobs and prints what they have measured.
+
     \b
     Examples:
-      kvdev probe --parse-only nightly.fio
-      kvdev probe --parse-only --name=restore --filename=file:/dev/nvme1n1 --rw=randread --bs=128k
+      kvdev probe nightly.fio
+      kvdev probe --name=restore --filename=file:/dev/nvme1n1 --rw=randread --bs=128k --iodepth=32 --runtime=10
+      kvdev probe --output-format=json+ --output=array.json --name=x --rw=randread --size=1g \\
+          --filename="tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv?nsid=1"
     """
-    from kvdev.errors import UnsupportedError, UsageError
+    from kvdev.errors import UsageError
+    from kvdev_tools.probe.guard import parse_destroy
     from kvdev_tools.probe.job import make_plan
     from kvdev_tools.probe.jobfile import Reader
+    from kvdev_tools.probe.run import Runner
+    from kvdev_tools.probe.target import Opener
+    from kvdev_tools.probe.value import parse_time_us
 
     if help_options:
         _list_options()
         return int(ExitCode.OK)
+    wanted = ("terse",) if minimal else tuple(part.strip() for part in formats.split(","))
+    for each in wanted:
+        if each not in FORMATS:
+            raise UsageError(f"--output-format: expected {', '.join(FORMATS)}, got {each!r:.40}")
+    interval_s = parse_time_us("--status-interval", interval, default_unit="s") / 1e6 if interval else 0.0
     reader = Reader()
     for name in reader.take_arguments(arguments):
         reader.take_file(name, sections=frozenset(section))
@@ -54,9 +138,128 @@ def probe(
         return int(ExitCode.OK)
     if not plan.jobs:
         raise UsageError("probe: expected at least one job: a job file, or --name=NAME with its options")
-    raise UnsupportedError(
-        "probe: jobs can be checked (--parse-only) but not run yet", feature="running probe jobs"
+
+    def session() -> Session:
+        return make_session(host_nqn, host_id, timeout_s=timeout_s, io_queue_count=queues)
+
+    printer = _Printer(plan, wanted, output)
+    line = _StatusLine(eta)
+    runner = Runner(
+        Opener(session, is_read_only=readonly),
+        destroy=parse_destroy(destroy),
+        timeout_s=timeout_s,
+        on_status=line.show if line.is_shown else None,
+        on_interval=printer.print,
+        interval_s=interval_s,
     )
+    printer.begin()
+    try:
+        outcome = runner.run(plan)
+    finally:
+        line.clear()
+    return _finish(outcome, printer)
+
+
+def _finish(outcome: Outcome, printer: _Printer) -> int:
+    from kvdev_tools.probe.report_log import write_logs
+
+    printer.print(outcome.measured)
+    write_logs(outcome.measured)
+    for problem in outcome.problems:
+        click.echo(f"kvdev: {problem}", err=True)
+    if outcome.interrupt is not None:
+        is_ours = isinstance(outcome.interrupt, KeyboardInterrupt)
+        return int(ExitCode.INTERRUPTED if is_ours else ExitCode.TERMINATED)
+    if outcome.has_bad_data:
+        return int(ExitCode.DATA_FAULT)
+    return int(ExitCode.REFUSED if outcome.problems else ExitCode.OK)
+
+
+class _Printer:
+    """Prints results in the formats that were asked for, to standard output or a file."""
+
+    def __init__(self, plan: Plan, formats: tuple[str, ...], output: str | None) -> None:
+        self._plan = plan
+        self._formats = formats
+        self._output = output
+        self._has_begun = False
+
+    def begin(self) -> None:
+        from kvdev_tools.probe.report_text import headline
+
+        if "normal" in self._formats:
+            self._write(headline(self._plan.jobs))
+
+    def print(self, measured: list[Measured]) -> None:
+        from kvdev_tools.probe.report_json import json_document
+        from kvdev_tools.probe.report_terse import terse_report
+        from kvdev_tools.probe.report_text import text_report
+
+        now_s = time.time_ns() / 1e9
+        for each in self._formats:
+            if each == "normal":
+                self._write(text_report(measured, now_s=now_s))
+            elif each == "terse":
+                self._write(terse_report(measured))
+            else:
+                document = json_document(self._plan, measured, has_bins=each == "json+", now_s=now_s)
+                self._write([json.dumps(document, indent=2)])
+
+    def _write(self, lines: list[str]) -> None:
+        from kvdev.errors import CapacityError
+
+        text = "".join(f"{line}\n" for line in lines)
+        if self._output is None:
+            click.echo(text, nl=False)
+            sys.stdout.flush()
+            return
+        try:
+            with open(self._output, "a" if self._has_begun else "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise CapacityError(f"--output: {self._output}: cannot be written: {error.strerror}") from error
+        self._has_begun = True
+
+
+class _StatusLine:
+    """One line on standard error that says how far the jobs are."""
+
+    def __init__(self, eta: str) -> None:
+        self.is_shown = eta == "always" or (eta == "auto" and sys.stderr.isatty())
+        self._last: tuple[float, tuple[int, int, int], tuple[int, int, int]] = (0.0, (0, 0, 0), (0, 0, 0))
+        self._is_drawn = False
+
+    def show(self, status: Status) -> None:
+        from kvdev_tools.probe.report_text import short, size
+
+        at, bytes_, ios = self._last
+        span = status.elapsed_s - at
+        if 0 <= span < 0.5 and self._is_drawn:
+            return
+        if span < 0 or status.bytes < bytes_:  # another wave, or the end of a ramp
+            at, bytes_, ios = 0.0, (0, 0, 0), (0, 0, 0)
+            span = status.elapsed_s
+        self._last = (status.elapsed_s, status.bytes, status.ios)
+        span = max(span, 1e-6)
+        names = ("r", "w", "t")
+        used = [way for way in range(3) if status.bytes[way]]
+        bw = ",".join(
+            f"{names[way]}={size((status.bytes[way] - bytes_[way]) / span, 1024)}/s" for way in used
+        )
+        rate = ",".join(f"{names[way]}={short((status.ios[way] - ios[way]) / span)}" for way in used)
+        done = (
+            f"[{min(100.0, 100 * status.elapsed_s / status.expected_s):.1f}%]"
+            if status.expected_s
+            else f"[{status.elapsed_s:.0f}s]"
+        )
+        sys.stderr.write(f"\r\x1b[KJobs: {status.running}: {done}[{bw}][{rate} IOPS]")
+        sys.stderr.flush()
+        self._is_drawn = True
+
+    def clear(self) -> None:
+        if self._is_drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def _list_options() -> None:
