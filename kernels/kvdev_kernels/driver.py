@@ -32,7 +32,8 @@ EVENT_WITHOUT_TIMING = 2
 STREAM_NON_BLOCKING = 1
 HOST_REGISTER_PORTABLE_MAPPED = 3
 HIP_COPY_KIND_BY_ADDRESS = 4
-_COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76
+_COMPUTE_MAJOR, _COMPUTE_MINOR, _DMA_BUF_SUPPORTED = 75, 76, 124
+_EXPORT_CALLS = {"hip": "hipMemGetHandleForAddressRange", "cuda": "cuMemGetHandleForAddressRange"}
 _HIP_PROPERTIES_SIZE_BYTES = 8192
 """More than any version's hipDeviceProp_t."""
 
@@ -254,6 +255,16 @@ class Driver:
             if code:
                 detail = f"copy {first + int(failed[0])} of {len(to)}"
                 raise GpuError("memcpy batch", code, self._error_name(code), detail)
+
+    @property
+    def has_dma_buf(self) -> bool:
+        """Whether memory of this device can be exported as dma-buf, by the driver's word; nothing here does yet."""
+        try:
+            getattr(self._lib, _EXPORT_CALLS[self.backend])
+            # HIP has no attribute for it: where there is the call, it is what tells.
+            return self.vendor is AMD or self._attribute(_DMA_BUF_SUPPORTED) == 1
+        except (AttributeError, GpuError):
+            return False
 
     @property
     def has_batches(self) -> bool:

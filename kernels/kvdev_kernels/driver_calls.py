@@ -115,6 +115,7 @@ AMD = Vendor(
 int hipSetDevice(int device);
 int hipGetDevicePropertiesR0600(char *properties, int device);
 const char *hipGetErrorName(int code);
+int hipMemGetHandleForAddressRange(void *handle, void *address, size_t size, int type, unsigned long long flags);
 int hipMemcpyAsync(uint64_t to, uint64_t from, size_t size, int kind, void *stream);
 int hipMemcpyBatchAsync(uint64_t *to, uint64_t *from, size_t *sizes, size_t count, void *attributes,
                         size_t *attribute_starts, size_t attribute_count, size_t *failed, void *stream);
@@ -169,6 +170,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device);
 int cuDevicePrimaryCtxRetain(void **context, int device);
 int cuCtxSetCurrent(void *context);
 int cuGetErrorName(int code, const char **name);
+int cuMemGetHandleForAddressRange(void *handle, uint64_t address, size_t size, int type, unsigned long long flags);
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t size, void *stream);
 int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status);
 """,

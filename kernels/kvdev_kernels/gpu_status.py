@@ -23,6 +23,8 @@ class GpuStatus:
     driver_version: int
     compiler_version: str
     has_batches: bool
+    has_dma_buf: bool
+    """Its memory can be exported as dma-buf; no engine consumes that yet, so nothing does."""
     reason: str
 
 
@@ -39,7 +41,7 @@ def _of(vendor: Vendor) -> list[GpuStatus]:
         try:
             driver = Driver(vendor, index)
         except BackendUnavailableError as error:
-            found.append(GpuStatus(vendor.backend, "", "", 0, "", False, error.reason))
+            found.append(GpuStatus(vendor.backend, "", "", 0, "", False, False, error.reason))
             continue
         count = driver.device_count
         version, reason = "", ""
@@ -49,6 +51,15 @@ def _of(vendor: Vendor) -> list[GpuStatus]:
             reason = error.reason
         name = f"{index}: {driver.device_name}"
         found.append(
-            GpuStatus(vendor.backend, name, driver.arch, driver.version, version, driver.has_batches, reason)
+            GpuStatus(
+                vendor.backend,
+                name,
+                driver.arch,
+                driver.version,
+                version,
+                driver.has_batches,
+                driver.has_dma_buf,
+                reason,
+            )
         )
     return found

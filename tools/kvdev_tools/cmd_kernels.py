@@ -46,6 +46,7 @@ def kernels(calibrate: bool, as_json: bool) -> int:
                     driver_version=each.driver_version,
                     compiler_version=each.compiler_version,
                     has_batches=each.has_batches,
+                    has_dma_buf=each.has_dma_buf,
                     reason=each.reason,
                 )
                 for each in found
@@ -101,6 +102,7 @@ def _row(
     driver_version: int = 0,
     compiler_version: str = "",
     has_batches: bool = False,
+    has_dma_buf: bool = False,
 ) -> dict[str, Any]:
     return {
         "backend": backend,
@@ -110,6 +112,7 @@ def _row(
         "driver_version": driver_version,
         "compiler_version": compiler_version,
         "has_batches": has_batches,
+        "has_dma_buf": has_dma_buf,
         "reason": reason,
     }
 
@@ -140,5 +143,9 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         yield ""
         yield from table(measured, header=("DEVICE", "WAY", "RUN BYTES", "ROUTE", "GB/S", ""))
         yield ""
+    for row in document["backends"]:
+        if row["device"]:
+            word = "available and unused" if row["has_dma_buf"] else "not available"
+            yield f"{row['backend']} {row['device']}: dma-buf export of its memory is {word}"
     yield f"compiled GPU kernels are kept in {document['cache'] or 'no folder'}"
     yield "the GPU kernels of this version have been tested on emulated hardware only"

@@ -19,6 +19,7 @@ void fake_order(const char *name, int code, int after);
 void fake_silence(int count);
 int fake_live(void);
 void fake_reset(void);
+void fake_dma_buf(int value);
 """
 
 

@@ -41,7 +41,7 @@ std::recursive_mutex lock;
 std::map<kv_u64, Memory> memory;
 std::set<void*> streams, events, modules, programs, functions;
 std::map<std::string, int> calls, ordered_code, ordered_after;
-int sticky = 0, silent_launches = 0;
+int sticky = 0, silent_launches = 0, has_dma_buf = 1;
 const char* kNames[] = {"kvdev_pack16", "kvdev_pack16_sum", "kvdev_unpack16", "kvdev_unpack16_sum", "kvdev_pack4",
                         "kvdev_unpack4", "kvdev_pack1", "kvdev_unpack1", "kvdev_sum", "kvdev_check"};
 void (*kMoves[])(kv_shape) = {kvdev_pack16, kvdev_pack16_sum, kvdev_unpack16, kvdev_unpack16_sum, kvdev_pack4,
@@ -107,13 +107,15 @@ API void fake_order(const char* name, int code, int after) {
 }
 // The next launches report success and do nothing.
 API void fake_silence(int count) { silent_launches = count; }
+// What the attribute of dma-buf says; the export itself is never called here.
+API void fake_dma_buf(int value) { has_dma_buf = value; }
 API int fake_live(void) { return int(memory.size() + streams.size() + events.size() + modules.size()); }
 API void fake_reset(void) {
   for (auto& [address, each] : memory)
     if (each.is_owned) std::free(each.host);
   memory.clear(), streams.clear(), events.clear(), modules.clear(), programs.clear(), functions.clear();
   calls.clear(), ordered_code.clear(), ordered_after.clear();
-  sticky = silent_launches = 0;
+  sticky = silent_launches = 0, has_dma_buf = 1;
 }
 
 static int do_alloc(kv_u64* out, size_t size) {
@@ -253,6 +255,7 @@ API int hipHostRegister(void* host, size_t size, unsigned) { ENTER; return do_re
 API int hipHostUnregister(void* host) { ENTER; return do_unregister(host); }
 API int hipHostGetDevicePointer(kv_u64* out, void* host, unsigned) { ENTER; return do_pointer(out, host); }
 API int hipMemGetAddressRange(kv_u64* base, size_t* size, kv_u64 address) { ENTER; return do_range(base, size, address); }
+API int hipMemGetHandleForAddressRange(void*, void*, size_t, int, unsigned long long) { ENTER; return kInvalid; }
 API int hipMemcpyAsync(kv_u64 to, kv_u64 from, size_t n, int, void* s) { ENTER; return do_copy(to, from, n, s); }
 API int hipMemcpyBatchAsync(kv_u64* to, kv_u64* from, size_t* n, size_t count, void*, size_t*, size_t attributes,
                             size_t* bad, void* s) {
@@ -294,7 +297,7 @@ API int cuInit(unsigned) { ENTER; return kOk; }
 API int cuDeviceGetCount(int* n) { ENTER; return *n = 1, kOk; }
 API int cuDeviceGet(int* out, int d) { ENTER; return *out = d, d == 0 ? kOk : 101; }
 API int cuDeviceGetName(char* out, int size, int) { ENTER; std::strncpy(out, "Fake H200", size_t(size)); return kOk; }
-API int cuDeviceGetAttribute(int* out, int attribute, int) { ENTER; return *out = attribute == 75 ? 9 : 0, kOk; }
+API int cuDeviceGetAttribute(int* out, int attribute, int) { ENTER; return *out = attribute == 75 ? 9 : attribute == 124 ? has_dma_buf : 0, kOk; }
 API int cuDevicePrimaryCtxRetain(void** out, int) { ENTER; return *out = &sticky, kOk; }
 API int cuDevicePrimaryCtxRelease_v2(int) { ENTER; return kOk; }
 API int cuCtxSetCurrent(void*) { ENTER; return kOk; }
@@ -306,6 +309,7 @@ API int cuMemHostRegister_v2(void* host, size_t size, unsigned) { ENTER; return 
 API int cuMemHostUnregister(void* host) { ENTER; return do_unregister(host); }
 API int cuMemHostGetDevicePointer_v2(kv_u64* out, void* host, unsigned) { ENTER; return do_pointer(out, host); }
 API int cuMemGetAddressRange_v2(kv_u64* base, size_t* size, kv_u64 address) { ENTER; return do_range(base, size, address); }
+API int cuMemGetHandleForAddressRange(void*, kv_u64, size_t, int, unsigned long long) { ENTER; return kInvalid; }
 API int cuMemcpyAsync(kv_u64 to, kv_u64 from, size_t n, void* s) { ENTER; return do_copy(to, from, n, s); }
 static int batch_v1(kv_u64* to, kv_u64* from, size_t* n, size_t count, void*, size_t*, size_t, size_t* bad, void* s) {
   std::lock_guard<std::recursive_mutex> held(lock);

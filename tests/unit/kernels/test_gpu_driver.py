@@ -15,6 +15,7 @@ from kvdev_kernels.gpu_compile import cache_folder, code_object
 from kvdev_kernels.gpu_source import KERNEL_NAMES, SUM_KERNEL
 from kvdev_kernels.gpu_status import gpu_status
 from kvdev_kernels.nh64 import nh64_total
+from kvdev_tools.main import run
 from tests.unit.kernels.gpu_fake import Tensor, wait
 
 
@@ -165,3 +166,18 @@ def test_status_when_drivers_are_there_then_devices_and_when_not_then_reasons(
     monkeypatch.setenv("KVDEV_CUDA_LIBRARY", "/nonexistent/libcuda.so.1")
     reasons = [each.reason for each in gpu_status()]
     assert "libhiprtc" in reasons[0] and "libcuda" in reasons[2]
+
+
+def test_dma_buf_when_the_driver_has_it_is_reported_and_never_called(
+    fake: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [each.has_dma_buf for each in gpu_status()] == [True] * 3
+    assert run(["kernels"]) == 0
+    lines = capsys.readouterr().out
+    assert "cuda 0: Fake H200: dma-buf export of its memory is available and unused\n" in lines
+    fake.fake_dma_buf(0)
+    assert [each.has_dma_buf for each in gpu_status()] == [True, True, False]
+    assert run(["kernels"]) == 0
+    assert "cuda 0: Fake H200: dma-buf export of its memory is not available\n" in capsys.readouterr().out
+    for name in (b"cuMemGetHandleForAddressRange", b"hipMemGetHandleForAddressRange"):
+        assert fake.fake_calls(name) == 0
