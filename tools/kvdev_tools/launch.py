@@ -147,6 +147,7 @@ def run_replay(settings: ReplaySettings) -> tuple[Totals, Run]:
             kv_namespace=str(kv_namespace),
             arena_size_bytes=info["arena_size_bytes"],
             arena_backing=info["arena_backing"],
+            kernels=info["kernels"],
             tensors_size_bytes=client.tensors_size_bytes,
             kills=kills,
             elapsed_s=(time.monotonic_ns() - started_ns) / 1e9,

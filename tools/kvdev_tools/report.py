@@ -98,6 +98,8 @@ class Run:
     kv_namespace: str
     arena_size_bytes: int
     arena_backing: str
+    kernels: str
+    """The back end that moved the pages."""
     tensors_size_bytes: int
     kills: int
     elapsed_s: float
@@ -149,6 +151,7 @@ def document(totals: Totals, run: Run) -> dict[str, Any]:
         "client_rss_max_bytes": totals.client_rss_max_bytes,
         "arena_size_bytes": run.arena_size_bytes,
         "arena_backing": run.arena_backing,
+        "kernels": run.kernels,
         "tensors_size_bytes": run.tensors_size_bytes,
     }
 
@@ -177,6 +180,7 @@ def text(totals: Totals, run: Run) -> list[str]:
                 f"{format_size(totals.client_rss_max_bytes)} at most, with {format_size(run.arena_size_bytes)} "
                 f"of staging ({run.arena_backing}) and {format_size(run.tensors_size_bytes)} of paged tensors",
             ),
+            ("page kernels", f"{run.kernels}; on a GPU: not run, the tensors of a replay are in CPU memory"),
             ("elapsed", f"{run.elapsed_s:.1f} s"),
             ("pages verified", totals.pages_verified),
             ("pages damaged", totals.page_errors),

@@ -20,6 +20,7 @@ RUN = Run(
     kv_namespace="vol:mem:a#kv",
     arena_size_bytes=1 << 20,
     arena_backing="thp",
+    kernels="numpy",
     tensors_size_bytes=1 << 21,
     kills=1,
     elapsed_s=2.5,
