@@ -21,7 +21,7 @@ from typing import Any
 from kvdev.clock import Deadline
 from kvdev.errors import DeadlineError
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
 
 
 def free_ports(count: int) -> list[int]:
