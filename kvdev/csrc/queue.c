@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #define PAUSES_MAX 128u                  /* a few microseconds */
+#define CHECKS_PER_TURN 1u               /* a command's payload is tens of microseconds: then devices may have room again */
 
 /* ---- dispatch ---- */
 
@@ -138,7 +139,7 @@ static int turn_driven(struct kvdev_queue *q, uint64_t now, uint64_t *next_deadl
         if (deadline < *next_deadline_ns)
             *next_deadline_ns = deadline;
     }
-    return has_moved;
+    return has_moved | queue_driven_check(q, CHECKS_PER_TURN);
 }
 
 /* One turn over queue pairs and devices; 1 if anything moved. */
@@ -287,6 +288,8 @@ int kvdev_queue_poll(struct kvdev_queue *q, struct kvdev_io_done *done, size_t m
     size_t want = min_count < max ? min_count : max;
     /* What is there already is enough, but a look at the sockets keeps them moving. */
     queue_work(q, want ? want : 1, NULL, want ? timeout_ns : 0);
+    if (!want)
+        queue_driven_check(q, UINT32_MAX); /* who looks only once may be away for long */
     *count = deliver(q, done, max);
     queue_leave(q);
     return 0;

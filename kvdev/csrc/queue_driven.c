@@ -1,6 +1,14 @@
 /* How a command goes to a device with a driver of its own (queue_device.h). */
 #include "queue_int.h"
 
+/* A checksum is a pass over the payload, in which no device gets anything to do. So it waits until those have been filled
+ * again, and they are looked at between one and the next. */
+static int wants_check(const struct node *node)
+{
+    const struct kvdev_io_group *group = (const struct kvdev_io_group *)(uintptr_t)node->io.group_addr;
+    return group && group->flags & KVDEV_GROUP_CRC32C;
+}
+
 static void on_driver_done(void *owner, uint64_t cookie, int error, uint16_t status, uint64_t send_ns, uint64_t at_ns)
 {
     struct kvdev_queue *q = owner;
@@ -9,8 +17,25 @@ static void on_driver_done(void *owner, uint64_t cookie, int error, uint16_t sta
     node->send_ns = send_ns;
     node->complete_ns = at_ns;
     node->qpair_index = QPAIR_NONE;
+    if (!error && wants_check(node)) {
+        node->status = status;
+        list_push(q, &q->unchecked, index);
+        return;
+    }
     q->stats.in_flight_count--;
     queue_node_done(q, index, error, status, 0);
+}
+
+int queue_driven_check(struct kvdev_queue *q, uint32_t max)
+{
+    int has_checked = 0;
+    for (; max && q->unchecked.head != NODE_NONE; max--) {
+        uint32_t index = list_pop(q, &q->unchecked);
+        q->stats.in_flight_count--;
+        queue_node_done(q, index, 0, q->nodes[index].status, 0);
+        has_checked = 1;
+    }
+    return has_checked;
 }
 
 static uint32_t driven_check(const struct device *device, const struct kvdev_io *io)
@@ -66,6 +91,7 @@ static int driver_swap(struct kvdev_queue *q, struct device *device, void *objec
         return error;
     device->driver->detach(device->object);
     device->object = object;
+    queue_driven_check(q, UINT32_MAX);
     return 0;
 }
 
@@ -85,6 +111,7 @@ void queue_driver_drop(struct kvdev_queue *q, uint32_t device_index)
 {
     struct device *device = &q->devices[device_index];
     device->driver->detach(device->object);
+    queue_driven_check(q, UINT32_MAX); /* its last commands among them */
     device->driver = NULL;
     device->object = NULL;
     for (uint32_t i = 0; i < q->driven_count; i++)

@@ -167,6 +167,7 @@ struct kvdev_queue {
     uint32_t path_count;          /* entries ever used: the loops' bound */
     struct path paths[KVDEV_QUEUE_QPAIRS_MAX];
     struct device devices[KVDEV_QUEUE_DEVICES_MAX];
+    struct list unchecked;        /* commands of devices that have a driver, whose checksums are due; they count as in flight */
     uint32_t driven_count;        /* devices that have a driver */
     uint16_t driven[KVDEV_QUEUE_DEVICES_MAX];
     struct rotation rotations[KVDEV_QUEUE_PRIORITY_COUNT];
@@ -376,6 +377,8 @@ void queue_sqe_build(const struct device *device, const struct kvdev_io *io, uin
 
 extern const struct device_ops queue_driven_ops;
 void queue_driver_drop(struct kvdev_queue *q, uint32_t device_index);
+/* Ends up to so many commands whose checksums are due; 1 if there was one. */
+int queue_driven_check(struct kvdev_queue *q, uint32_t max);
 
 /* ---- queue_recover.c ---- */
 

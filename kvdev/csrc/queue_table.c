@@ -38,6 +38,7 @@ int kvdev_queue_create(const struct kvdev_queue_options *options, struct kvdev_q
         node_give(q, i);
     q->done.head = q->done.tail = NODE_NONE;
     q->delayed.head = q->delayed.tail = NODE_NONE;
+    q->unchecked.head = q->unchecked.tail = NODE_NONE;
     q->delayed_due_ns = q->fail_due_ns = UINT64_MAX;
     q->notice_fd = -1;
     atomic_init(&q->intruders, 0);
@@ -321,6 +322,7 @@ void queue_give_up(struct kvdev_queue *q)
         if (device->driver->outstanding(device->object))
             device->driver->give_up(device->object, -ENOTCONN);
     }
+    queue_driven_check(q, UINT32_MAX);
     q->is_abandoning = 0;
 }
 

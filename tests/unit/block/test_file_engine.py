@@ -11,16 +11,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdev.block.device import execute, flush, read_blocks, run_batch, transfer_ios, write_blocks
+from kvdev.block.device import (
+    aligned_buffer,
+    execute,
+    flush,
+    read_blocks,
+    run_batch,
+    transfer_ios,
+    write_blocks,
+)
 from kvdev.block.file import FileDevice, FileOptions, choose_engine
 from kvdev.block.kernel_device import queue_facts
 from kvdev.clock import Deadline
 from kvdev.errors import CommandError, UsageError
+from kvdev.native.crc import crc32c
 from kvdev.native.file import IO_URING, THREADS, FileEngine, FileHandle, unavailable_reason
 from kvdev.native.io import (
+    GROUP_CRC32C,
     IO_DEALLOCATE,
     IO_DTYPE,
     IO_FUA,
+    IO_GROUP_DTYPE,
     OPCODE_COMPARE,
     OPCODE_DSM,
     OPCODE_FLUSH,
@@ -28,6 +39,7 @@ from kvdev.native.io import (
     OPCODE_WRITE,
     OPCODE_WRITE_ZEROES,
     IoArray,
+    IoGroupArray,
     address_of,
 )
 from kvdev.native.queue import HostQueue
@@ -123,6 +135,75 @@ def test_compare_when_one_byte_differs_fails(path: Path, engine: str) -> None:
     device.close()
 
 
+def grouped_batch(
+    device: FileDevice, opcode: int, memory: np.ndarray, group_bytes: int, piece_bytes: int
+) -> tuple[IoArray, IoGroupArray]:
+    """All of ``memory`` to or from the device's start, in groups of pieces whose checksums the core computes."""
+    groups = np.zeros(memory.nbytes // group_bytes, dtype=IO_GROUP_DTYPE)
+    groups["buf_addr"] = address_of(memory) + np.arange(len(groups), dtype=np.uint64) * np.uint64(group_bytes)
+    groups["byte_count"], groups["remaining"] = group_bytes, group_bytes // piece_bytes
+    groups["flags"] = GROUP_CRC32C
+    numbers = np.arange(memory.nbytes // piece_bytes, dtype=np.uint64)
+    ios = np.zeros(len(numbers), dtype=IO_DTYPE)
+    ios["tag"], ios["opcode"], ios["device_index"] = numbers, opcode, device.device_index
+    ios["slba"] = numbers * np.uint64(piece_bytes // BLOCK)
+    ios["lba_count"], ios["byte_count"] = piece_bytes // BLOCK, piece_bytes
+    ios["buf_addr"] = address_of(memory) + numbers * np.uint64(piece_bytes)
+    of_group = numbers // np.uint64(group_bytes // piece_bytes)
+    ios["group_addr"] = address_of(groups) + of_group * np.uint64(IO_GROUP_DTYPE.itemsize)
+    return ios, groups
+
+
+@pytest.mark.parametrize(("group_bytes", "piece_bytes"), [(64 << 10, 16 << 10), (512 << 10, 64 << 10)])
+def test_groups_when_checked_between_refills_have_the_checksums_of_their_bytes(
+    path: Path, engine: str, group_bytes: int, piece_bytes: int, rng: np.random.Generator
+) -> None:
+    path.write_bytes(bytes(4 << 20))
+    device = FileDevice(path, options=FileOptions(engine=engine, depth=3))
+    memory = aligned_buffer(4 << 20)
+    memory[:] = np.frombuffer(rng.bytes(memory.nbytes), dtype=np.uint8)
+    wanted = [crc32c(part) for part in memory.reshape(-1, group_bytes)]
+    for opcode in (OPCODE_WRITE, OPCODE_READ):
+        ios, groups = grouped_batch(device, opcode, memory, group_bytes, piece_bytes)
+        done = run_batch(device.queue, ios, soon())
+        assert not done["error"].any() and not groups["error"].any()
+        assert not groups["remaining"].any()
+        assert groups["crc32c"].tolist() == wanted
+        memory[:] = 0
+    assert device.queue.outstanding_count == 0
+    device.close()
+
+
+def test_commands_when_one_place_is_free_start_before_the_one_that_left_it_is_reported(
+    path: Path, engine: str
+) -> None:
+    device = FileDevice(path, options=FileOptions(engine=engine, depth=1))
+    memory = aligned_buffer(BLOCK * BLOCK_COUNT)
+    ios, groups = grouped_batch(device, OPCODE_READ, memory, 16 * BLOCK, BLOCK)
+    device.queue.submit(ios)
+    for reported in range(1, len(ios) + 1):
+        assert len(device.queue.poll(min_count=1, max_count=1, deadline=soon())) == 1
+        assert device.stats.commands >= min(reported + 1, len(ios))
+        assert device.queue.outstanding_count == len(ios) - reported
+    assert groups["crc32c"].tolist() == [crc32c(bytes(16 * BLOCK))] * len(groups)
+    device.close()
+
+
+def test_checksums_when_their_commands_are_given_up_are_over(path: Path, engine: str) -> None:
+    device = FileDevice(path, options=FileOptions(engine=engine, depth=8))
+    memory = aligned_buffer(BLOCK * BLOCK_COUNT)
+    ios, groups = grouped_batch(device, OPCODE_READ, memory, 16 * BLOCK, BLOCK)
+    device.queue.submit(ios)
+    assert len(device.queue.poll(min_count=1, max_count=1, deadline=soon())) == 1
+    device.queue.abandon()
+    done = device.queue.poll(min_count=len(ios) - 1, deadline=soon())
+    assert len(done) == len(ios) - 1 and device.queue.outstanding_count == 0
+    assert not groups["remaining"].any()
+    whole = groups["error"] == 0
+    assert (groups["crc32c"] == np.where(whole, np.uint32(crc32c(bytes(16 * BLOCK))), np.uint32(0))).all()
+    device.close()
+
+
 def test_deallocate_when_given_ranges_frees_them(path: Path, engine: str) -> None:
     device = FileDevice(path, options=FileOptions(engine=engine))
     write_blocks(device, 0, b"\1" * BLOCK * BLOCK_COUNT, soon())
@@ -211,6 +292,7 @@ def test_arena_when_registered_is_used_without_pinning(path: Path) -> None:
 
 MEMLOCK_PROGRAM = """
 import os, resource, sys
+from kvdev.native.crc import crc32c
 from kvdev.native.file import FileEngine
 from kvdev.staging import Arena
 arena = Arena(4 << 20)
