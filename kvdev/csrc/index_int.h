@@ -1,6 +1,8 @@
-/* Inside of the index: the hash over the table image, and the order in which pages go. */
+/* Inside of the index: the hash over the table image, the order in which pages go, and the states of slots. */
 #ifndef KVDEV_INDEX_INT_H
 #define KVDEV_INDEX_INT_H
+
+#include <string.h>
 
 #include "index.h"
 
@@ -129,5 +131,103 @@ void kvdev_order_move(struct kvdev_order *order, uint32_t slot, uint32_t new_slo
 uint32_t kvdev_order_next(struct kvdev_order *order);
 /* A page is about to go, by the policy. */
 void kvdev_order_gone(struct kvdev_order *order, uint64_t print);
+
+/* --- index ----------------------------------------------------------------------------------- */
+
+enum slot_state { SLOT_FREE, SLOT_RESERVED, SLOT_LIVE, SLOT_LEAVING, SLOT_QUARANTINED };
+#define STATE_MASK 0x07u
+#define FLAG_DUE 0x08u      /* its record has not been collected */
+#define FLAG_ON_MEDIA 0x10u /* a recovery might find the entry live */
+#define FLAG_PINNED 0x20u   /* live, and not in the order that evictions take from */
+#define FLAG_KEPT 0x40u     /* live, and out of the order while others are evicted */
+
+struct kvdev_index {
+    struct kvdev_image image;
+    struct kvdev_hash hash;
+    struct kvdev_order order; /* live pages that are not pinned; a free slot uses the links' next alone */
+    struct kvdev_order ages;  /* with ages: all live pages by when they were stored */
+    uint32_t *pending;
+    uint8_t *flags;
+    uint8_t *block_dirty;
+    uint32_t block_count;
+    uint32_t slot_count;
+    uint32_t slot_limit;
+    uint32_t pending_limit;
+    uint32_t pending_count;
+    uint32_t free_head;
+    uint32_t free_tail;
+    uint32_t state_count[8];
+    uint32_t duplicate_count;
+    uint32_t pinned_count;
+    uint32_t clock;
+    int has_ages;
+    uint32_t algorithm;
+    uint64_t evicted_count;
+    uint64_t expired_count;
+    uint64_t next_generation;
+    uint8_t uuid[16];
+};
+
+static inline struct kvdev_entry *entry_of(const struct kvdev_index *index, uint32_t slot)
+{
+    return kvdev_image_entry(&index->image, slot);
+}
+
+static inline uint32_t block_of(const struct kvdev_index *index, uint32_t slot)
+{
+    return kvdev_image_block(&index->image, slot);
+}
+
+static inline uint32_t state_of(const struct kvdev_index *index, uint32_t slot)
+{
+    return index->flags[slot] & STATE_MASK;
+}
+
+static inline void set_state(struct kvdev_index *index, uint32_t slot, enum slot_state state)
+{
+    index->state_count[state_of(index, slot)]--;
+    index->flags[slot] = (uint8_t)((index->flags[slot] & ~STATE_MASK) | (uint32_t)state);
+    index->state_count[state]++;
+}
+
+/* To the end of the free list: a slot rests as long as there are others. */
+static inline void free_push(struct kvdev_index *index, uint32_t slot)
+{
+    struct kvdev_link *links = index->order.links;
+    if (slot >= index->slot_limit) {
+        set_state(index, slot, SLOT_QUARANTINED);
+        return;
+    }
+    set_state(index, slot, SLOT_FREE);
+    links[slot].next = KVDEV_SLOT_NONE;
+    if (index->free_tail != KVDEV_SLOT_NONE) {
+        links[index->free_tail].next = slot;
+    } else {
+        index->free_head = slot;
+    }
+    index->free_tail = slot;
+}
+
+static inline void due(struct kvdev_index *index, uint32_t slot)
+{
+    if (!(index->flags[slot] & FLAG_DUE)) {
+        index->flags[slot] |= FLAG_DUE;
+        index->pending[index->pending_count++] = slot;
+    }
+}
+
+/* Whether `count` more slots can become due. */
+static inline int pending_has_room(const struct kvdev_index *index, uint64_t count)
+{
+    return index->pending_count + count <= index->pending_limit;
+}
+
+static inline void clear_entry(struct kvdev_entry *entry)
+{
+    memset(entry->key, 0, sizeof(entry->key));
+    entry->state = 0;
+    entry->checksum = 0;
+    entry->length = 0;
+}
 
 #endif

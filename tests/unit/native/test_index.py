@@ -169,3 +169,52 @@ def test_records_when_a_page_was_replaced_twice_have_every_new_page_before_every
     records = index.collect()
     assert records["state"].tolist() == [1, 1, 1, 0, 0]
     assert index.stat().pending_count == 0
+
+
+def live_entries(count: int, claimed_twice: int, rng: np.random.Generator) -> np.ndarray:
+    """Entries of ``count`` slots, nine in ten live, each with a key of its own; ``claimed_twice`` of those stand in a
+    second entry as well, of a lower or higher generation, and of the same in one case."""
+    entries = np.zeros(count, dtype=native.ENTRY_DTYPE)
+    entries["slot_index"] = np.arange(count)
+    entries["key"] = np.frombuffer(rng.bytes(count * 32), dtype=np.uint8).reshape(-1, 32)
+    entries["generation"] = 1000 + rng.permutation(count)
+    entries["length"], entries["algorithm"] = 4096, 1
+    entries["last_use"] = rng.integers(0, 1 << 18, count)
+    entries["state"] = rng.random(count) < 0.9
+    live = rng.permutation(np.flatnonzero(entries["state"]))
+    first, second = live[:claimed_twice], live[claimed_twice : 2 * claimed_twice]
+    entries["key"][second] = entries["key"][first]
+    entries["generation"][second[0]] = entries["generation"][first[0]]
+    return entries
+
+
+@pytest.mark.parametrize("slot_count", [5_000, 230_000])
+def test_load_when_a_table_is_full_finds_every_key_in_its_youngest_slot(slot_count: int, seed: int) -> None:
+    rng = np.random.default_rng([seed, slot_count])
+    claimed_twice = slot_count // 100
+    entries = live_entries(slot_count, claimed_twice, rng)
+    index = make_index(slot_count, block_bytes=4096)
+    assert index.replay(entries, 1)
+    index.load()
+    live = entries[entries["state"] == 1]
+    stat = index.stat()
+    assert (stat.live_count, stat.duplicate_count) == (len(live) - claimed_twice, claimed_twice)
+    assert stat.leaving_count == claimed_twice and stat.free_count == slot_count - len(live)
+    wanted: dict[bytes, tuple[int, int]] = {}
+    for entry in live:  # in slot order: of two of one generation the lower slot stays
+        key, claim = entry["key"].tobytes(), (int(entry["generation"]), int(entry["slot_index"]))
+        if key not in wanted or claim[0] > wanted[key][0]:
+            wanted[key] = claim
+    keys = np.frombuffer(b"".join(wanted), dtype=np.uint8).reshape(-1, 32)
+    assert index.contains(keys).all() and index.longest_prefix(keys) == len(keys)
+    grants, stored_count = index.lookup(keys, touch=False)
+    assert stored_count == len(keys)
+    assert list(zip(grants["generation"].tolist(), grants["slot_index"].tolist(), strict=True)) == list(
+        wanted.values()
+    )
+    # The order of eviction is that of the last use, and of the slots where it is the same.
+    use = {int(entry["slot_index"]): (int(entry["last_use"]), int(entry["slot_index"])) for entry in live}
+    by_use = sorted((slot for _, slot in wanted.values()), key=lambda slot: use[slot])
+    index.evict(slot_count // 10)
+    gone = grants["slot_index"][~index.contains(keys)]
+    assert sorted(gone.tolist()) == sorted(by_use[: slot_count // 10])
