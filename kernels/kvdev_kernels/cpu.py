@@ -1,4 +1,4 @@
-"""The back end ``cpu-numba``: which code this processor can run, threads over pages, scratch memory.
+"""The back end ``cpu-numba``: which code this processor can run, threads over pages or pieces of them, scratch memory.
 
 Not here: the compiled code (``kvdev_kernels.cpu_code``, imported when the back end is opened); checks of arguments
 (``kvdev_kernels.dispatch``).
@@ -8,8 +8,10 @@ Threads: one caller at a time; the GIL is released while pages move.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +45,8 @@ THREAD_COUNT_DEFAULT = 8
 # Larger batches do not stay in the last-level cache anyway, so they are written past it.
 STREAM_SIZE_BYTES_MIN = 4 * MIB
 CACHE_LINE_BYTES = 64
+ZEROS_COUNT_MAX = 16
+"""Checksums of so many zero bytes that are kept; each takes some microseconds to make."""
 
 
 def compiler_features() -> frozenset[str]:
@@ -133,7 +137,7 @@ class CpuKernels:
         self._scratch: list[_Scratch] = []
         self._no_sums: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         self._pool: ThreadPoolExecutor | None = None
-        self._zeros_crc: tuple[int, int] = (0, 0)
+        self._zeros_crc: dict[int, int] = {}
 
     def pack(
         self,
@@ -172,22 +176,25 @@ class CpuKernels:
         granule = layout.run_granule_bytes
         is_streamed = is_aligned and granule % CACHE_LINE_BYTES == 0 and total >= STREAM_SIZE_BYTES_MIN
         shape = np.array([page_size, granule, is_pack, is_streamed], dtype=np.int64)
-        if self._zeros_crc[0] != page_size:
-            self._zeros_crc = (page_size, crc32c_of_zeros(page_size))
+        zeros_crc = self._crc_of_zeros(page_size)
         classes, block_runs = layout.run_table
         has_crc = sums is not None and sums.dtype == np.uint32
         nh64 = self._nh64() if sums is not None and not has_crc else None
-        out = sums if has_crc else self._no_sums
+        out = cast("npt.NDArray[np.uint32]", sums) if has_crc else self._no_sums
         move = self._compiled(has_crc=has_crc)
 
+        pieces = min(
+            self.thread_count // page_count,
+            len(layout.plane_addresses),
+            total // THREAD_SIZE_BYTES_MIN // page_count,
+        )
+        if pieces > 1 and nh64 is None:
+            self._move_pieces(layout, table, addresses, out, shape, move, pieces)
+            return
         share = min(self.thread_count, page_count, max(1, total // THREAD_SIZE_BYTES_MIN))
-        words = len(layout.classes) * 2 * (1 + layout.runs_per_plane)
-        while len(self._scratch) < share:
-            self._scratch.append(_Scratch(self._code.STATE_SIZE_BYTES))
 
         def part(index: int) -> None:
-            own = self._scratch[index]
-            scratch = own.runs(words).reshape(len(layout.classes), 2, 1 + layout.runs_per_plane)
+            own, scratch = self._scratch_of(index, layout)
             first, last = page_count * index // share, page_count * (index + 1) // share
             step = 1 if nh64 is not None else last - first
             for start in range(first, last, step):
@@ -202,7 +209,7 @@ class CpuKernels:
                     out,
                     scratch,
                     own.state_address,
-                    np.uint32(self._zeros_crc[1]),
+                    np.uint32(zeros_crc),
                     start,
                     start + step,
                 )
@@ -210,7 +217,76 @@ class CpuKernels:
                     # While the page, or its end, is in the cache.
                     sums[start] = nh64_finish(int(nh64(int(addresses[start]), page_size)), page_size)
 
-        others = [self._submit(part, index) for index in range(1, share)]
+        self._share(part, share)
+
+    def _move_pieces(
+        self,
+        layout: PagedLayout,
+        table: npt.NDArray[np.int64],
+        addresses: AddressArray,
+        out: npt.NDArray[np.uint32],
+        shape: npt.NDArray[np.int64],
+        move: Any,
+        pieces: int,
+    ) -> None:
+        """Move few pages by more threads than pages: each page in runs of whole planes, whose checksums are joined."""
+        planes, page_size = len(layout.plane_addresses), layout.geometry.page_size_bytes
+        bounds = [planes * index // pieces for index in range(pieces + 1)]
+        starts = [page_size // planes * bound for bound in bounds]
+        sizes = [last - first for first, last in pairwise(starts)]
+        zeros = [self._crc_of_zeros(size) for size in sizes]
+        classes, block_runs = layout.run_table
+        sums = np.zeros((len(addresses), pieces), np.uint32)
+
+        def part(index: int) -> None:
+            own, scratch = self._scratch_of(index, layout)
+            page, piece = divmod(index, pieces)
+            within = slice(bounds[piece], bounds[piece + 1])
+            own_shape = shape.copy()
+            own_shape[self._code.PAGE_SIZE] = sizes[piece]
+            move(
+                layout.plane_addresses[within],
+                layout.plane_class[within],
+                classes,
+                block_runs,
+                table[page : page + 1],
+                addresses[page : page + 1] + np.uint64(starts[piece]),
+                own_shape,
+                sums[page, piece : piece + 1],
+                scratch,
+                own.state_address,
+                np.uint32(zeros[piece]),
+                0,
+                1,
+            )
+
+        self._share(part, len(addresses) * pieces)
+        if out.size:
+            for page, row in enumerate(sums.tolist()):
+                whole = row[0]
+                for value, size in zip(row[1:], sizes[1:], strict=True):
+                    whole = crc32c_combine(whole, value, size)
+                out[page] = whole
+
+    def _crc_of_zeros(self, size_bytes: int) -> int:
+        """Of a page or piece; of one geometry there are three sizes at most."""
+        if size_bytes not in self._zeros_crc:
+            if len(self._zeros_crc) >= ZEROS_COUNT_MAX:
+                self._zeros_crc.clear()
+            self._zeros_crc[size_bytes] = crc32c_of_zeros(size_bytes)
+        return self._zeros_crc[size_bytes]
+
+    def _scratch_of(self, index: int, layout: PagedLayout) -> tuple[_Scratch, npt.NDArray[np.int64]]:
+        """What one thread works in."""
+        own = self._scratch[index]
+        words = len(layout.classes) * 2 * (1 + layout.runs_per_plane)
+        return own, own.runs(words).reshape(len(layout.classes), 2, 1 + layout.runs_per_plane)
+
+    def _share(self, part: Callable[[int], None], count: int) -> None:
+        """Run ``part`` once for each share, the first in this thread."""
+        while len(self._scratch) < count:
+            self._scratch.append(_Scratch(self._code.STATE_SIZE_BYTES))
+        others = [self._submit(part, index) for index in range(1, count)]
         try:
             part(0)
         finally:

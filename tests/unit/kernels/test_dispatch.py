@@ -22,6 +22,7 @@ from kvdev_kernels import (
     PageKernels,
     ShapeError,
     availability,
+    cpu,
     pack,
     unpack,
 )
@@ -199,6 +200,44 @@ def test_threads_when_many_pages_then_same_bytes_and_checksums(rng: np.random.Ge
     assert np.array_equal(results[0][0], expected_pages(NHD, geometry, tensors, table))
     for pages, crc in results[1:]:
         assert np.array_equal(pages, results[0][0]) and np.array_equal(crc, results[0][1])
+
+
+@pytest.mark.parametrize("tier", runnable_tiers())
+@pytest.mark.parametrize("head_size", [576, 577])
+def test_threads_when_fewer_pages_than_threads_then_pieces_of_pages_and_one_checksum(
+    tier: str, head_size: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with planes that do not divide evenly, and with runs that are no multiple of anything."""
+    monkeypatch.setattr(cpu, "THREAD_SIZE_BYTES_MIN", 4096)
+    geometry = Geometry(
+        model_id="m", layer_count=7, kv_head_count=1, head_size=head_size, dtype="uint8", tokens_per_page=64,
+        attention="mla",
+    )  # fmt: skip
+    tensors = [rng.integers(0, 256, (20, 16, head_size), dtype=np.uint8) for _ in range(7)]
+    layout = PagedLayout.from_vllm_mla(geometry, tensors)
+    table = rng.permutation(20)[:8].reshape(2, 4)
+    for page_count, threads in ((1, 2), (1, 5), (1, 16), (2, 5)):
+        expected = np.zeros((page_count, geometry.page_size_bytes), np.uint8)
+        with PageKernels("numpy") as reference:
+            crc = reference.pack(layout, table[:page_count], expected)
+            assert crc is not None
+        pages = np.zeros_like(expected)
+        with PageKernels(f"cpu-numba:{tier}", thread_count=threads) as kernels:
+            found = kernels.pack(layout, table[:page_count], pages)
+            assert found is not None and np.array_equal(found, crc)
+            backend = kernels._backend
+            assert isinstance(backend, cpu.CpuKernels)
+            assert len(backend._scratch) == page_count * min(7, threads // page_count), "threads at work"
+            assert np.array_equal(pages, expected)
+            target = [np.zeros_like(tensor) for tensor in tensors]
+            back = PagedLayout.from_vllm_mla(geometry, target)
+            assert kernels.unpack(back, table[:page_count], pages, verify=crc).is_ok.all()
+            blocks = table[:page_count].ravel()
+            for old, new in zip(tensors, target, strict=True):
+                assert np.array_equal(old[blocks], new[blocks]) and new.any(axis=(1, 2)).sum() == len(blocks)
+            nh = kernels.pack(layout, table[:page_count], pages, algorithm="nh64")
+            assert nh is not None and nh.tolist() == [nh64(page) for page in expected]
+            assert kernels.pack(layout, table[:page_count], pages, checksums=False) is None
 
 
 @pytest.mark.parametrize("tier", runnable_tiers())
