@@ -216,12 +216,15 @@ class Table:
 
 
 def table_buffer(size_bytes: int) -> Uint8Array:
-    """Zeroed bytes for a table image, large ones on huge pages where the kernel has them: it is read at random."""
+    """Zeroed bytes for a table image, large ones on huge pages where the kernel has them: it is read at random.
+
+    Private to this process: what could be shared is a file to the kernel, which gives those no huge pages unless told.
+    """
     if size_bytes < HUGE_PAGE_BYTES:
         small = np.zeros(size_bytes + TABLE_ALIGNMENT_BYTES, dtype=np.uint8)
         start = -int(small.ctypes.data) % TABLE_ALIGNMENT_BYTES
         return small[start : start + size_bytes]
-    memory = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES)
+    memory = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     raw: Uint8Array = np.frombuffer(memory, dtype=np.uint8)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

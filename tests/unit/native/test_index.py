@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -169,6 +171,21 @@ def test_records_when_a_page_was_replaced_twice_have_every_new_page_before_every
     records = index.collect()
     assert records["state"].tolist() == [1, 1, 1, 0, 0]
     assert index.stat().pending_count == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc: what a mapping is cannot be read")
+def test_table_buffer_when_large_is_private_memory_on_whole_huge_pages() -> None:
+    buffer = native.table_buffer(3 << 20)
+    assert buffer.nbytes == 3 << 20 and not buffer.any()
+    start = int(buffer.ctypes.data)
+    assert start % native.HUGE_PAGE_BYTES == 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, kind, _, device, *_ = line.split()
+        first, end = (int(address, 16) for address in addresses.split("-"))
+        if first <= start < end:
+            assert kind == "rw-p" and device == "00:00", f"no anonymous memory: {line}"
+            return
+    pytest.fail("the buffer is in no mapping")
 
 
 def live_entries(count: int, claimed_twice: int, rng: np.random.Generator) -> np.ndarray:
