@@ -98,7 +98,7 @@ def test_variable_when_it_is_not_set_then_the_error_names_it(tmp_path: Path) -> 
 
 
 def test_kv_namespace_when_named_in_a_file_then_its_sign_starts_no_comment(tmp_path: Path) -> None:
-    text = "[a]\nfilename=vol:file:/x,file:/y#kv # the store\nrw=kvget\n"
+    text = "[a]\nfilename=vol:file:/x,file:/y#kv # the store\nrw=read\n"
     assert plan_of(write(tmp_path / "j.fio", text)).jobs[0].filename == "vol:file:/x,file:/y#kv"
 
 
@@ -136,6 +136,7 @@ def test_unknown_option_when_it_resembles_one_then_the_error_names_that() -> Non
         ("--time_based", "time_based: expected a runtime"),
         ("--size=(1+", "size: expected an expression"),
         ("--size=(1/0)", "size: expected a divisor that is not 0"),
+        ("--rw=kvget", "pages of a KV namespace are measured by `kvdev replay`"),
         ("--rw=randread:0", "rw: expected 1 or more I/Os per offset"),
         ("--verify=pattern", "verify=pattern: expected verify_pattern"),
         ("--verify=md5", "verify: expected 0, crc32c, pattern"),

@@ -417,6 +417,7 @@ def test_tcp_device_when_it_goes_away_then_the_job_ends_with_what_it_measured(
         (["--filename=mem:x?size=1m", "--size=2m"], "size: expected offset and size within"),
         (["--filename=mem:x?size=1m", "--bs=700"], "bs: expected multiples of 512 bytes"),
         (["--filename=mem:x?size=1m", "--offset=100"], "offset: expected a multiple of the block size"),
+        (["--filename=vol:mem:x?size=64m#kv"], "expected a device or a volume, got the KV namespace"),
         (["--filename=nonsense:x"], "filename: expected one device or file"),
         (["--filename=mem:x?size=1m", "--cpus_allowed=4000"], "cpus_allowed"),
         ([], "expected at least one job"),

@@ -64,8 +64,7 @@ def check_writable(job: Job, target: Target, destroy: frozenset[str], deadline: 
     if isinstance(uri, (VolumeUri, KvNamespaceUri)):
         if str(uri) not in destroy and job.filename not in destroy:
             raise UsageError(
-                f"{job.name}: {uri}: is a volume, which rw={job.rw.name} would overwrite; name it in --destroy, "
-                f"or probe a KV namespace of it with rw=kvput"
+                f"{job.name}: {uri}: is a volume, which rw={job.rw.name} would overwrite; name it in --destroy"
             )
         return
     for device in target.devices:

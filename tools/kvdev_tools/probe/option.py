@@ -138,7 +138,6 @@ RW_NAMES = {
     "trimwrite": (0, 1, 1, False),
     "randtrimwrite": (0, 1, 1, True),
 }
-KV_NAMES = ("kvget", "kvput", "kvmix")
 
 
 @dataclass(frozen=True)
@@ -149,31 +148,27 @@ class Rw:
     sequence: int = 0
 
     @property
-    def is_kv(self) -> bool:
-        return self.name in KV_NAMES
-
-    @property
     def is_random(self) -> bool:
-        return not self.is_kv and RW_NAMES[self.name][3]
+        return RW_NAMES[self.name][3]
 
     @property
     def has(self) -> tuple[bool, bool, bool]:
         """Whether it reads, writes, trims."""
-        if self.is_kv:
-            return self.name != "kvput", self.name != "kvget", False
         read, write, trim, _ = RW_NAMES[self.name]
         return bool(read), bool(write), bool(trim)
 
 
 def _rw(name: str, text: str, context: Context) -> Rw:
     word, colon, rest = text.strip().partition(":")
-    known = (*RW_NAMES, *KV_NAMES)
+    known = tuple(RW_NAMES)
+    if word.startswith("kv"):
+        raise bad(name, text, f"{', '.join(known)}; pages of a KV namespace are measured by `kvdev replay`")
     if word not in known:
         close = difflib.get_close_matches(word, known, 1)
         raise bad(name, text, ", ".join(known) + (f" (did you mean {close[0]}?)" if close else ""))
     if not colon:
         return Rw(word)
-    random = word in RW_NAMES and RW_NAMES[word][3]
+    random = RW_NAMES[word][3]
     count = parse.parse_size(name, rest, kb_base=context.kb_base).value
     if random and count < 1:
         raise bad(name, text, "1 or more I/Os per offset after the colon")

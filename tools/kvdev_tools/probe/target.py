@@ -128,8 +128,8 @@ class Opener:
         uri = uri_of(job)
         if isinstance(uri, KvNamespaceUri):
             raise UsageError(
-                f"{job.name}: filename: {uri} is a KV namespace, which rw=kvget, kvput and kvmix are for; "
-                f"got rw={job.rw.name}"
+                f"{job.name}: filename: expected a device or a volume, got the KV namespace {uri}; `kvdev replay` "
+                f"measures its pages, and without #{uri.name} its volume is probed"
             )
         if getattr(uri, "drill", None) is not None:
             raise UnsupportedError(
