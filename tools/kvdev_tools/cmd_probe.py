@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -79,6 +80,11 @@ FORMATS = ("normal", "json", "json+", "terse")
     show_default=True,
     help="Connections of each job to an NVMe/TCP controller.",
 )
+@click.option("--sizes", metavar="SIZES", help="Of a sweep: block sizes with commas between.")
+@click.option("--depths", metavar="DEPTHS", help="Of a sweep: depths with commas between.")
+@click.option(
+    "--html", metavar="FILE", help="Of a sweep: write its heat maps there, as one file that needs no other."
+)
 @click.option(
     "--help-options", is_flag=True, help="List the options of jobs, and what becomes of fio's others."
 )
@@ -96,6 +102,9 @@ def probe(
     eta: str,
     timeout_s: float,
     queues: int,
+    sizes: str | None,
+    depths: str | None,
+    html: str | None,
     help_options: bool,
     host_nqn: str | None,
     host_id: str | None,
@@ -105,10 +114,14 @@ def probe(
     A job that writes to a device with a volume, partition table, file system, md or LVM on it, or in use, is refused
     unless --destroy names that device. Ctrl-C ends the jobs and prints what they have measured.
 
+    `kvdev probe sweep` and one job run it at every pair of --sizes and --depths, two seconds each unless it says how
+    long, and print what each pair brought.
+
     \b
     Examples:
       kvdev probe nightly.fio
       kvdev probe --name=restore --filename=file:/dev/nvme1n1 --rw=randread --bs=128k --iodepth=32 --runtime=10
+      kvdev probe sweep --html=map.html --filename=file:/dev/nvme1n1 --rw=randread
       kvdev probe --output-format=json+ --output=array.json --name=x --rw=randread --size=1g \\
           --filename="tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv?nsid=1"
     """
@@ -117,6 +130,7 @@ def probe(
     from kvdev_tools.probe.job import make_plan
     from kvdev_tools.probe.jobfile import Reader
     from kvdev_tools.probe.run import Runner
+    from kvdev_tools.probe.sweep import DEPTHS_DEFAULT, SIZES_DEFAULT
     from kvdev_tools.probe.target import Opener
     from kvdev_tools.probe.value import parse_time_us
 
@@ -128,6 +142,31 @@ def probe(
         if each not in FORMATS:
             raise UsageError(f"--output-format: expected {', '.join(FORMATS)}, got {each!r:.40}")
     interval_s = parse_time_us("--status-interval", interval, default_unit="s") / 1e6 if interval else 0.0
+
+    def session() -> Session:
+        return make_session(host_nqn, host_id, timeout_s=timeout_s, io_queue_count=queues)
+
+    line = _StatusLine(eta)
+
+    def run(plan: Plan, on_interval: Callable[[list[Measured]], None] | None = None) -> Outcome:
+        runner = Runner(
+            Opener(session, is_read_only=readonly),
+            destroy=parse_destroy(destroy),
+            timeout_s=timeout_s,
+            on_status=line.show if line.is_shown else None,
+            on_interval=on_interval,
+            interval_s=interval_s,
+        )
+        try:
+            return runner.run(plan)
+        finally:
+            line.clear()
+
+    if arguments[:1] == ("sweep",):
+        axes = (sizes or SIZES_DEFAULT, depths or DEPTHS_DEFAULT)
+        return _sweep(arguments[1:], axes, wanted, output, html, run=run, is_read_only=readonly)
+    if sizes or depths or html:
+        raise UsageError("--sizes, --depths, --html: expected `kvdev probe sweep` with them")
     reader = Reader()
     for name in reader.take_arguments(arguments):
         reader.take_file(name, sections=frozenset(section))
@@ -139,25 +178,38 @@ def probe(
     if not plan.jobs:
         raise UsageError("probe: expected at least one job: a job file, or --name=NAME with its options")
 
-    def session() -> Session:
-        return make_session(host_nqn, host_id, timeout_s=timeout_s, io_queue_count=queues)
-
     printer = _Printer(plan, wanted, output)
-    line = _StatusLine(eta)
-    runner = Runner(
-        Opener(session, is_read_only=readonly),
-        destroy=parse_destroy(destroy),
-        timeout_s=timeout_s,
-        on_status=line.show if line.is_shown else None,
-        on_interval=printer.print,
-        interval_s=interval_s,
-    )
     printer.begin()
-    try:
-        outcome = runner.run(plan)
-    finally:
-        line.clear()
-    return _finish(outcome, printer)
+    return _finish(run(plan, printer.print), printer)
+
+
+def _sweep(
+    arguments: tuple[str, ...],
+    axes: tuple[str, str],
+    formats: tuple[str, ...],
+    output: str | None,
+    html: str | None,
+    *,
+    run: Callable[[Plan], Outcome],
+    is_read_only: bool,
+) -> int:
+    from pathlib import Path
+
+    from kvdev.errors import UsageError
+    from kvdev_tools.probe.option import IODEPTH_MAX
+    from kvdev_tools.probe.sweep import parse_axis, run_sweep, sweep_document, sweep_text, write_html
+
+    if formats not in (("normal",), ("json",)):
+        raise UsageError("--output-format: expected normal or json of a sweep")
+    sizes = parse_axis("--sizes", axes[0], high=1 << 30)
+    depths = parse_axis("--depths", axes[1], high=IODEPTH_MAX)
+    cells, outcome = run_sweep(arguments, sizes, depths, run=run, is_read_only=is_read_only)
+    if cells:
+        text = [json.dumps(sweep_document(cells), indent=2)] if formats == ("json",) else sweep_text(cells)
+        _write(text, output, mode="w")
+    if html and cells:
+        write_html(Path(html), cells, title=f"kvdev probe sweep {' '.join(arguments)}")
+    return _end(outcome)
 
 
 def _finish(outcome: Outcome, printer: _Printer) -> int:
@@ -165,6 +217,11 @@ def _finish(outcome: Outcome, printer: _Printer) -> int:
 
     printer.print(outcome.measured)
     write_logs(outcome.measured)
+    return _end(outcome)
+
+
+def _end(outcome: Outcome) -> int:
+    """Say what went wrong; the exit code."""
     for problem in outcome.problems:
         click.echo(f"kvdev: {problem}", err=True)
     if outcome.interrupt is not None:
@@ -206,19 +263,24 @@ class _Printer:
                 self._write([json.dumps(document, indent=2)])
 
     def _write(self, lines: list[str]) -> None:
-        from kvdev.errors import CapacityError
-
-        text = "".join(f"{line}\n" for line in lines)
-        if self._output is None:
-            click.echo(text, nl=False)
-            sys.stdout.flush()
-            return
-        try:
-            with open(self._output, "a" if self._has_begun else "w", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise CapacityError(f"--output: {self._output}: cannot be written: {error.strerror}") from error
+        _write(lines, self._output, mode="a" if self._has_begun else "w")
         self._has_begun = True
+
+
+def _write(lines: list[str], output: str | None, *, mode: str) -> None:
+    """To standard output, or a file."""
+    from kvdev.errors import CapacityError
+
+    text = "".join(f"{line}\n" for line in lines)
+    if output is None:
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+        return
+    try:
+        with open(output, mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CapacityError(f"--output: {output}: cannot be written: {error.strerror}") from error
 
 
 class _StatusLine:
