@@ -398,7 +398,7 @@ def _addresses(pages: Any, layout: PagedLayout, *, is_written: bool, size: int =
     size = size or layout.geometry.page_size_bytes
     page_device = CPU
     if not isinstance(pages, np.ndarray) and is_tensor(pages):
-        pages, page_device = tensor_pages(pages, size)
+        pages, page_device = tensor_pages(pages, size, is_written=is_written)
         if page_device not in (CPU, layout.device):
             raise ShapeError("pages: device", expected=f"cpu or {layout.device}", got=page_device)
     try:

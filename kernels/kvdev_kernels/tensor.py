@@ -84,9 +84,15 @@ def is_tensor(value: Any) -> bool:
     return all(hasattr(value, method) for method in _TORCH_METHODS) or hasattr(value, "__dlpack__")
 
 
-def tensor_pages(tensor: Any, size_bytes: int) -> tuple[AddressedPages, str]:
+def tensor_pages(tensor: Any, size_bytes: int, *, is_written: bool) -> tuple[AddressedPages, str]:
     """The rows of a tensor ``(n, size_bytes)`` of bytes as pages, and the device they are on."""
     view = view_of(tensor, "pages")
+    if is_written and not view.is_writable:
+        raise ShapeError(
+            "pages",
+            expected="writable memory",
+            got="a read-only tensor, or DLPack before 1.0, which does not say",
+        )
     shape, strides = view.shape, view.strides_bytes
     if len(shape) != 2 or shape[1] != size_bytes or view.element_size_bytes != 1:
         raise ShapeError(
