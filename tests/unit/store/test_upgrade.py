@@ -1,8 +1,9 @@
 """Volumes written by earlier versions still open, with every page that was durable then.
 
 ``tests/data/volume_v1.xz`` holds two members of 1 MiB, one after the other, as format version 1 first wrote
-them. ``python tests/unit/store/test_upgrade.py FILE`` writes such an image with the kvdev of the day: a new
-format gets a new file, the old ones stay.
+them; ``volume_v3.xz`` the same with records of version 3, whose pages have NH-64. ``python
+tests/unit/store/test_upgrade.py FILE CHECKSUM`` writes such an image with the kvdev of the day: a new format gets a new
+file, the old ones stay.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvdev.block.memory import MemoryDevice
 from kvdev.clock import Deadline
@@ -38,13 +40,15 @@ def pages_of(numbers: range, version: int) -> npt.NDArray[np.uint8]:
     return np.stack([np.full(PAGE, (7 * number + version) % 256, dtype=np.uint8) for number in numbers])
 
 
-def build() -> bytes:
+def build(checksum: str) -> bytes:
     """A namespace that was closed, and one whose owner died with records in the journal only."""
     deadline = Deadline.after(30)
     members = [MemoryDevice(size_bytes=MEMBER_BYTES, name=f"old{index}") for index in range(2)]
     volume = Volume.create(members, name="old", strip_size_bytes=16384, deadline=deadline)
     for name, numbers in (("clean", CLEAN_NUMBERS), ("crashed", CRASHED_NUMBERS)):
-        volume.create_namespace(name, GEOMETRY, quota_pages=16, journal_block_count=8, deadline=deadline)
+        volume.create_namespace(
+            name, GEOMETRY, quota_pages=16, journal_block_count=8, checksum=checksum, deadline=deadline
+        )
         store = PageStore(volume.open_namespace(name, deadline=deadline))
         store.put(keys_of(numbers), pages_of(numbers, 1))
         store.flush()
@@ -58,8 +62,11 @@ def build() -> bytes:
     return b"".join(member.data.tobytes() for member in members)
 
 
-def test_volume_of_version_1_opens_with_every_page() -> None:
-    image = np.frombuffer(lzma.decompress((DATA / "volume_v1.xz").read_bytes()), dtype=np.uint8).copy()
+@pytest.mark.parametrize(("version", "checksum"), [(1, "crc32c"), (3, "nh64")])
+def test_volume_of_an_older_version_opens_with_every_page(version: int, checksum: str) -> None:
+    image = np.frombuffer(
+        lzma.decompress((DATA / f"volume_v{version}.xz").read_bytes()), dtype=np.uint8
+    ).copy()
     assert image.nbytes == 2 * MEMBER_BYTES
     members = [
         MemoryDevice(
@@ -72,6 +79,7 @@ def test_volume_of_version_1_opens_with_every_page() -> None:
     deadline = Deadline.after(30)
     volume = Volume.open(members[::-1], deadline=deadline)
     infos = {info.name: info for info in volume.namespaces(deadline=deadline)}
+    assert {(info.record.version, info.checksum) for info in infos.values()} == {(version, checksum)}
     assert infos["clean"].is_clean and not infos["crashed"].is_clean
     for name, numbers in (("clean", CLEAN_NUMBERS), ("crashed", CRASHED_NUMBERS)):
         store = PageStore(volume.open_namespace(name, geometry=GEOMETRY, deadline=deadline))
@@ -87,4 +95,4 @@ def test_volume_of_version_1_opens_with_every_page() -> None:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(lzma.compress(build(), preset=9))
+    Path(sys.argv[1]).write_bytes(lzma.compress(build(sys.argv[2]), preset=9))
