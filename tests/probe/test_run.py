@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvdev.clock import Deadline
+from kvdev.testing.vhost_peer import VhostPeer, VhostScript
 from kvdev.uri import parse_device_uri
 from kvdev_tools.connect import make_session
 from kvdev_tools.main import run
@@ -393,7 +394,36 @@ def test_tcp_namespace_when_probed_then_reads_writes_trims_and_verification_work
         assert traffic[1].bytes_written == 0 and traffic[0].bytes_written >= 16 << 20
 
 
-def test_tcp_device_when_it_goes_away_then_the_job_ends_with_what_it_measured(
+def test_vhost_device_when_probed_then_reads_writes_and_verification_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with VhostPeer(tmp_path / "s", VhostScript(bytearray(4 << 20))):
+        job = ["--name=v", f"--filename=vhost:{tmp_path}/s", "--iodepth=4", "--size=1m"]
+        done = probe(capsys, *job, "--rw=randwrite", "--bs=16k", "--verify=crc32c")["jobs"][0]
+        assert done["write"]["io_bytes"] == done["read"]["io_bytes"] == 1 << 20
+        mixed = probe(capsys, *job, "--rw=randrw", "--bs=4k")["jobs"][0]
+        assert mixed["read"]["total_ios"] + mixed["write"]["total_ios"] == 256
+
+
+def test_errors_when_continued_after_then_they_are_counted_and_else_the_job_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = VhostScript(bytearray(4 << 20), fail_sectors=frozenset({800, 1600}))
+    with VhostPeer(tmp_path / "s", script):
+        job = ["probe", "--name=e", f"--filename=vhost:{tmp_path}/s", "--rw=read", "--bs=4k", "--size=1m"]
+        job += ["--output-format=json"]
+        assert run([*job, "--continue_on_error=io"]) == 4
+        said = capsys.readouterr()
+        assert "read at byte 409600: Input/output error" in said.err and "2 errors in all" in said.err
+        found = document_of(said.out)["jobs"][0]
+        assert found["error"] == 5 and found["read"]["total_ios"] == 254
+        assert run(job) == 4
+        said = capsys.readouterr()
+        assert "1 errors in all" in said.err
+        assert document_of(said.out)["jobs"][0]["read"]["total_ios"] == 100
+
+
+def test_tcp_namespace_when_the_job_asks_for_more_than_it_has_then_it_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with running_rig() as rig:
