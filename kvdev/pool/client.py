@@ -26,6 +26,7 @@ from kvdev.errors import (
     CapacityError,
     ConnectError,
     ConnectionLostError,
+    DeadlineError,
     KvdevError,
     TransportError,
     UsageError,
@@ -59,6 +60,7 @@ from kvdev.store.batch import (
 )
 from kvdev.store.lock import WriterLock
 from kvdev.store.page_io import PageIo
+from kvdev.store.steady import is_loss
 from kvdev.store.volume import Volume, check_geometry
 
 CALL_TIMEOUT_S = 30.0
@@ -164,6 +166,12 @@ class PoolStore:
         self._retry_step_ns = RECONNECT_NS_MIN
         self._is_closed = False
         self.lost_count = 0
+        """How often the pool process, or a member, went away."""
+        self.missed_pages = 0
+        """Asked for while it was away, or lost with it in the batch that found out."""
+        self.dropped_pages = 0
+        """Put likewise, and what failed to be put before."""
+        self._refusal = ""
         self.stale_count = 0
         deadline = deadline or Deadline.after(CONNECT_TIMEOUT_S)
         self._attached: _Attachment | None = _Attachment(path, namespace, open_volume, deadline)
@@ -197,26 +205,45 @@ class PoolStore:
             if attached is not None and attached.link.is_alive:
                 return attached
             if attached is not None:
-                self._lose(attached)
+                self._lose(attached, f"the pool process at {self.path} is away")
             if SYSTEM_CLOCK.monotonic_ns() < self._retry_ns:
                 return None
             return self._attach()
 
-    def _lose(self, attached: _Attachment) -> None:
-        log.warning("%s: the pool process at %s is away: misses until it is back", self.what, self.path)
+    def _lose(self, attached: _Attachment, why: str) -> None:
+        log.warning("%s: %s: misses and dropped puts until it is back", self.what, why)
         self.lost_count += 1
+        self._refusal = ""
         self._attached = None
         self._retry_ns = 0
         self._retry_step_ns = RECONNECT_NS_MIN
         attached.close()
 
+    def _check_member(
+        self, attached: _Attachment | None, failure: KvdevError | None, is_own_deadline: bool
+    ) -> bool:
+        """Whether an error says that a member is gone: then nothing is asked of any before the volume opens again.
+
+        A deadline of the caller's own may be as short as it likes.
+        """
+        if not is_loss(failure) and not (is_own_deadline and isinstance(failure, DeadlineError)):
+            return False
+        with self._mutex:
+            if attached is not None and self._attached is attached:
+                self._lose(attached, f"a member is away ({failure})")
+        return True
+
     def _attach(self) -> _Attachment | None:
+        started_ns = SYSTEM_CLOCK.monotonic_ns()
         try:
             found = _Attachment(self.path, self._name, self._open_volume, Deadline.after(CONNECT_TIMEOUT_S))
         except KvdevError as error:
-            self._retry_ns = SYSTEM_CLOCK.monotonic_ns() + self._retry_step_ns
+            now_ns = SYSTEM_CLOCK.monotonic_ns()
+            # Whatever an attempt costs, four fifths of the time nobody waits for one.
+            self._retry_ns = now_ns + max(self._retry_step_ns, 4 * (now_ns - started_ns))
             self._retry_step_ns = min(2 * self._retry_step_ns, RECONNECT_NS_MAX)
-            if not isinstance(error, ConnectError):
+            if not isinstance(error, ConnectError) and str(error) != self._refusal:
+                self._refusal = str(error)
                 log.warning("%s: %s", self.what, error)
             return None
         if found.geometry != self.geometry or found.page_io.checksum is not self.checksum:
@@ -332,7 +359,8 @@ class PoolStore:
         checksums: SumArray | None = None,
         deadline: Deadline | None = None,
     ) -> PutResult:
-        """Store pages, as ``PageStore.put``. While the pool is away each page is an ERROR and nothing is written."""
+        """Store pages, as ``PageStore.put``. While the pool, or a member, is away each is an ERROR, and counted."""
+        is_own_deadline = deadline is None
         deadline = deadline or Deadline.after(self._timeout_s)
         addresses = check_batch(
             keys,
@@ -353,7 +381,7 @@ class PoolStore:
             attached = self._attachment()
             limit = 1 if attached is None else min(attached.batch_limit, COUNT_MAX)
             # Once it is away what is left would fare the same.
-            return put_in_parts(
+            result = put_in_parts(
                 put_some,
                 keys,
                 addresses,
@@ -362,6 +390,9 @@ class PoolStore:
                 checksum=self.checksum,
                 ends_with=(TransportError,),
             )
+            self.dropped_pages += result.error_count
+            self._check_member(attached, result.failure, is_own_deadline)
+            return result
 
     def _put_some(
         self,
@@ -438,13 +469,15 @@ class PoolStore:
     ) -> GetResult:
         """Read the pages that are stored, each to its place; see ``PageStore.get``.
 
-        A page that is replaced or evicted while it is read is a MISS, with undefined bytes in its place.
+        A page that is replaced or evicted while it is read is a MISS, with undefined bytes in its place, and so is one
+        that a lost member has.
 
         Args:
             verify: ``store`` checks every page here; with ``kernel`` the caller compares ``sums`` with the
                 bytes and reports the pages that differ to ``report_bad``.
         """
         check_verify(verify)
+        is_own_deadline = deadline is None
         deadline = deadline or Deadline.after(self._timeout_s)
         addresses = check_batch(keys, pages, page_size_bytes=self.page_size_bytes, is_written=True)
         status = np.zeros(len(keys), dtype=np.uint8)
@@ -452,9 +485,14 @@ class PoolStore:
         grants = self.lookup(keys)
         attached = self._attached
         hits = np.flatnonzero(grants["slot_index"] != SLOT_NONE)
+        if attached is None:
+            self.missed_pages += len(keys)
         if attached is None or not len(hits):
             return GetResult(status, sums, grants, None)
         with self._mutex:
+            if self._attached is not attached:  # lost by another thread since
+                self.missed_pages += len(keys)
+                return GetResult(status, sums, grants, None)
             result = attached.page_io.read(
                 np.ascontiguousarray(grants[hits]),
                 np.ascontiguousarray(addresses[hits]),
@@ -486,6 +524,11 @@ class PoolStore:
                 self.what, hits, is_bad, expected, actual, checksum=self.checksum
             )
             self._withdraw(np.ascontiguousarray(hit_grants[is_bad]))
+        if self._check_member(attached, failure, is_own_deadline):
+            is_lost = found == PageStatus.ERROR
+            found[is_lost] = PageStatus.MISS
+            self.missed_pages += int(is_lost.sum())
+            failure = None
         status[hits] = found
         sums[hits] = actual
         self._touch(attached, np.ascontiguousarray(hit_keys[found == PageStatus.HIT]))

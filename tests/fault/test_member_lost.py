@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,12 +15,13 @@ from kvdev.errors import ConnectionLostError, CorruptionError, TransportError
 from kvdev.geometry import Geometry
 from kvdev.initiator.host import HostIdentity
 from kvdev.initiator.options import ControllerOptions
-from kvdev.session import Session
+from kvdev.session import Session, open_pool
 from kvdev.store import PageStore, Volume
 from kvdev.store.recreate import recreate_volume
 from kvdev.store.steady import SteadyStore
 from kvdev.testing.killable import KillableTarget
 from kvdev.testing.target import TEST_NQN, RunningTarget, running_target
+from tests.fault.test_pool import kill, pool_process
 
 HOST = HostIdentity.of("nqn.2024-01.io.example:host")
 QUICK = ControllerOptions(
@@ -144,3 +146,57 @@ def test_engine_goes_on_by_itself_when_the_target_is_back(tmp_path: Path, rng: n
         assert store.get(keys, out).hit_count == 20 and np.array_equal(out, pages)
         store.close()
         sessions[0].close()
+
+
+def test_pool_whose_member_is_lost_drops_and_misses_is_stopped_and_follows_the_volume_made_anew(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    keys = rng.integers(0, 256, (40, 32), dtype=np.uint8)
+    pages = rng.integers(0, 256, (40, GEOMETRY.page_size_bytes), dtype=np.uint8)
+    out = np.zeros_like(pages)
+    path = tmp_path / "pool.sock"
+    with ExitStack() as stays, ExitStack() as goes:
+        kept, lost = target_of(stays, tmp_path / "kept", 1), target_of(goes, tmp_path / "lost", 2)
+        uris = [f"{kept.uri}?nsid=1", f"{lost.uri}?nsid=1"]
+        with Session(options=QUICK) as session:
+            made = Volume.create(
+                [session.open_device(uri) for uri in uris], name="v", strip_size_bytes=16384, deadline=soon()
+            )
+            made.create_namespace("kv", GEOMETRY, quota_pages=80, deadline=soon())
+        server = pool_process(f"vol:{','.join(uris)}", path, "--timeout", "5")
+        stays.callback(kill, server)
+        store = open_pool(str(path), "kv", geometry=GEOMETRY, options=QUICK)
+        stays.callback(store.close)
+        assert store.put(keys[:20], pages[:20]).stored_count == 20
+        store.flush()
+        assert store.get(keys[:20], out[:20]).hit_count == 20
+        goes.close()  # the target of member 1 ends
+        started_ns = SYSTEM_CLOCK.monotonic_ns()
+        found = store.get(keys[:20], out[:20])
+        assert found.error_count == 0 < found.miss_count and found.failure is None
+        assert all(np.array_equal(out[i], pages[i]) for i in np.flatnonzero(found.status == 1))
+        assert SYSTEM_CLOCK.monotonic_ns() - started_ns < BOUND_NS
+        missed = store.missed_pages
+        assert (store.lost_count, missed) == (1, found.miss_count)
+        started_ns = SYSTEM_CLOCK.monotonic_ns()
+        for _ in range(50):  # the engine goes on by recompute
+            assert store.get(keys, out).miss_count == 40 and store.put(keys, pages).error_count == 40
+        assert SYSTEM_CLOCK.monotonic_ns() - started_ns < BOUND_NS
+        assert (store.missed_pages, store.dropped_pages) == (missed + 50 * 40, 50 * 40)
+        assert not store.contains(keys).any() and store.longest_prefix(keys) == 0
+        server.send_signal(signal.SIGTERM)
+        server.wait(150)
+        fresh = target_of(stays, tmp_path / "fresh", 3)
+        uris[1] = f"{fresh.uri}?nsid=1"
+        with Session(options=QUICK) as session:
+            members = [session.open_device(uri) for uri in uris]
+            assert recreate_volume(members, replaced=[uris[1]], deadline=soon()).namespaces == ("kv",)
+        again = pool_process(f"vol:{','.join(uris)}", path)
+        stays.callback(kill, again)
+        limit, pause = soon(), threading.Event()
+        while not store.is_attached:
+            assert not limit.is_expired
+            pause.wait(0.05)
+        assert not store.contains(keys).any() and store.put(keys, pages).stored_count == 40
+        store.flush()
+        assert store.get(keys, out).hit_count == 40 and np.array_equal(out, pages)
