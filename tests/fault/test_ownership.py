@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from kvdev.clock import Deadline
 from kvdev.errors import CommandError, LeaseLostError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.initiator.host import HostIdentity
+from kvdev.initiator.options import ControllerOptions
 from kvdev.session import Session
 from kvdev.store import PageStore, Volume
 from kvdev.store.fence import is_conflict, writer_key
@@ -30,6 +32,8 @@ NQN = "nqn.2024-01.io.example:host"
 HOSTS = [HostIdentity.of(f"{NQN}-{letter}") for letter in "ab"]
 
 OWNER = """
+import collections
+import json
 import sys
 import numpy as np
 from kvdev.clock import Deadline
@@ -47,7 +51,27 @@ with Session(host=HostIdentity.of(nqn)) as session:
     stored = store.put(keys, pages).stored_count
     store.flush()
     print(stored, flush=True)
+    def outcome(call):
+        try:
+            return "success" if call() else "nothing"
+        except KvdevError as error:
+            return type(error).__name__
+
+    out = np.empty_like(pages)
+    calls = {
+        "put": lambda: store.put(keys, pages ^ 0xFF).stored_count,
+        "flush": lambda: store.flush() is None,
+        "delete": lambda: store.delete(keys).any(),
+        "pin": lambda: store.pin(keys).any(),
+        "get": lambda: store.get(keys, out).hit_count,
+        "contains": lambda: store.contains(keys).any(),
+    }
     for line in sys.stdin:
+        if line.startswith("count"):
+            seen = [(name, outcome(call)) for _ in range(int(line.split()[1])) for name, call in calls.items()]
+            counts = collections.Counter(f"{name} {what}" for name, what in seen)
+            print(json.dumps(counts), flush=True)
+            continue
         try:
             stored = store.put(keys, pages ^ 0xFF).stored_count
             store.flush()
@@ -226,6 +250,42 @@ def test_two_owners_of_one_hostid_when_the_first_lives_are_one(
                 child.stdin.flush()
                 answer = child.stdout.readline()
             assert answer == "LeaseLostError\n"
+    finally:
+        end(child)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["idle", "stopped"])
+@pytest.mark.parametrize("host", HOSTS, ids=["same-hostid", "other-hostid"])
+def test_owner_that_lost_its_lease_gets_errors_from_whatever_it_does_never_success(
+    volume_uri: str, host: HostIdentity, is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = owner_process(volume_uri, HOSTS[0].host_nqn, lease_ms=500)
+    try:
+        assert child.stdin is not None and child.stdout is not None
+        if is_stopped:
+            child.send_signal(signal.SIGSTOP)
+        elsewhere(tmp_path, monkeypatch)
+        # Under one HOSTID only time parts them; a second of it stands for what a controller may take.
+        options = ControllerOptions(fence_wait_s=1.0)
+        with Session(host=host, options=options) as session:
+            volume = session.open_volume(volume_uri)
+            store = PageStore(volume.open_namespace("kv", takeover=True, deadline=soon()))
+            pages = np.full((8, store.page_size_bytes), 0x11, dtype=np.uint8)
+            assert store.put(KEYS, pages).stored_count == 8
+            store.flush()
+            child.send_signal(signal.SIGCONT)
+            child.stdin.write("count 20\n")
+            child.stdin.flush()
+            counts = json.loads(child.stdout.readline())
+            assert counts == {
+                f"{name} LeaseLostError": 20 for name in ("put", "flush", "delete", "pin", "get", "contains")
+            }
+            out = np.zeros_like(pages)
+            assert store.get(KEYS, out).hit_count == 8 and np.array_equal(out, pages)
+            store.close()
+            again = PageStore(volume.open_namespace("kv", deadline=soon()))
+            assert again.get(KEYS, out).hit_count == 8 and np.array_equal(out, pages)
+            again.close()
     finally:
         end(child)
 
