@@ -94,6 +94,15 @@ class Fence:
         if status.reservation is None:
             control.acquire(self.key, RESERVATION_TYPE, deadline)
 
+    def strangers(self, deadline: Deadline) -> dict[int, tuple[BlockDevice, bytes]]:
+        """Keys of other hosts that the members know: each with one that does, and its HOSTID."""
+        found: dict[int, tuple[BlockDevice, bytes]] = {}
+        for index, control, status in self._reports(deadline):
+            for each in status.registrants:
+                if each.host_id != control.host_id:
+                    found.setdefault(each.key, (self._members[index], each.host_id))
+        return found
+
     def is_joined(self, deadline: Deadline) -> bool:
         """Whether every member still knows this writer: a target that was started anew may not."""
         for control in self._controls.values():
@@ -103,8 +112,11 @@ class Fence:
                 return False
         return True
 
-    def put_out(self, key: int, deadline: Deadline) -> list[BlockDevice]:
-        """Preempt a key wherever it is registered; returns the members where that did not keep its owner out."""
+    def put_out(self, key: int, deadline: Deadline, *, new: Sequence[BlockDevice] = ()) -> list[BlockDevice]:
+        """Preempt a key wherever it is registered; returns the members where that did not keep its owner out.
+
+        On ``new`` members its owner had nothing to write: the reservation refuses it there as it does any stranger.
+        """
         left = []
         for index, member in enumerate(self._members):
             control = self._controls.get(index)
@@ -113,7 +125,7 @@ class Fence:
                 continue
             if any(each.key == key for each in control.report(deadline).registrants):
                 control.preempt(self.key, key, RESERVATION_TYPE, deadline)
-            else:
+            elif member not in new:
                 left.append(member)
         return left
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,8 +28,8 @@ from kvdev.store.directory import COPY_COUNT, Directory
 from kvdev.store.fence import Fence
 from kvdev.store.geometry_block import build_geometry, read_geometry
 from kvdev.store.label import Label
-from kvdev.store.lease import Lease, OwnerIdentity, is_held, is_provably_dead
-from kvdev.store.lock import DevicesLock, OwnerLock
+from kvdev.store.lease import LEASE_MS_DEFAULT, Lease, OwnerIdentity, is_held, is_provably_dead
+from kvdev.store.lock import DevicesLock, LockHeldError, OwnerLock
 from kvdev.store.members import check_members, check_unused, read_label
 from kvdev.store.superblock import FLAG_CLEAN, RECORD_COUNT, Record, Superblock
 from kvdev.store.superblock_io import (
@@ -40,7 +40,7 @@ from kvdev.store.superblock_io import (
     write_label,
     write_superblocks,
 )
-from kvdev.store.volume import VOLUME_LOCK_BYTE, Volume
+from kvdev.store.volume import LEAVE_TIMEOUT_S, VOLUME_LOCK_BYTE, Volume
 from kvdev.store.volume_io import VolumeIo
 
 LEASES_WAITED = 2
@@ -265,11 +265,27 @@ class _Recreation:
                 locks.callback(OwnerLock(what, f"namespace-{record.namespace_uuid.hex()}").release)
                 if not takeover:
                     check_free(record, Lease(what, fence=Fence()), self._members)
-            locks.callback(fence.leave, self._deadline)
+            strangers = fence.strangers(self._deadline)
+            if not takeover:
+                self._check_strangers(strangers)
+            # After whatever became of it, late or not.
+            locks.callback(lambda: fence.leave(Deadline.after(LEAVE_TIMEOUT_S)))
             fence.join(self._deadline)
-            return self._write(fence)
+            return self._write(fence, frozenset(strangers))
 
-    def _write(self, fence: Fence) -> RecreateReport:
+    def _check_strangers(self, strangers: Mapping[int, tuple[BlockDevice, bytes]]) -> None:
+        """The newer copy of a record may have been on the lost member: its owner shows in the reservations alone."""
+        known = {record.lease_key for record in self._records if is_held(record)}
+        for key, (member, host_id) in strangers.items():
+            if key not in known:
+                raise LockHeldError(
+                    f"volume {self._name}: HOSTID {uuid.UUID(bytes=host_id)} is registered with {member.uri}, and may "
+                    f"own a KV namespace whose record says so on a lost member only; stop it there, or once it is "
+                    f"known to be dead: --takeover",
+                    pid=0,
+                )
+
+    def _write(self, fence: Fence, strangers: frozenset[int]) -> RecreateReport:
         deadline = self._deadline
         for member in self._newcomers:
             clear_member(member, deadline, wipes=member.uri in self._destroy)
@@ -285,7 +301,7 @@ class _Recreation:
         ]
         # An owner that may still be alive finds its record gone when it renews; what it was granted before ends.
         records = self._write_records(records)
-        self._wait_for_owners(fence)
+        self._wait_for_owners(fence, strangers)
         volume = Volume(self._io, self._superblock, self._members)
         for record, geometry in zip(records, self._geometries, strict=True):
             volume.format_namespace(record, geometry, deadline)
@@ -345,14 +361,22 @@ class _Recreation:
         strip_blocks = self._superblock.strip_size_bytes // self._superblock.block_size_bytes
         return slba // strip_blocks % len(self._members) in self._lost
 
-    def _wait_for_owners(self, fence: Fence) -> None:
-        """Return when nothing that owners of the volume that was have sent can land any more."""
+    def _wait_for_owners(self, fence: Fence, strangers: frozenset[int]) -> None:
+        """Return when nothing that owners of the volume that was have sent can land any more.
+
+        Of those whose record was on a lost member alone only the keys are known, the ``strangers``.
+        """
         me, wait_s = OwnerIdentity.current(), 0.0
-        for record in self._records:
-            if record.is_clean:
-                continue
+        held = [record for record in self._records if not record.is_clean]
+        # Owners of one host have one key: put out once, it is not found a second time.
+        keys = {record.lease_key for record in held}
+        left = {key: fence.put_out(key, self._deadline, new=self._newcomers) for key in keys | strangers}
+        for key in strangers - keys:
+            for member in left[key]:
+                wait_s = max(wait_s, member.lost_writer_s + LEASES_WAITED * LEASE_MS_DEFAULT / 1000)
+        for record in held:
             is_dead = not is_held(record) or is_provably_dead(record, me, self._members)
-            for member in fence.put_out(record.lease_key, self._deadline):
+            for member in left[record.lease_key]:
                 alive_s = member.lost_writer_s + LEASES_WAITED * record.lease_ms / 1000
                 wait_s = max(wait_s, member.dead_writer_s if is_dead else alive_s)
         now_ns = SYSTEM_CLOCK.monotonic_ns()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from kvdev.errors import CorruptionError, UsageError
 from kvdev.geometry import Geometry
 from kvdev.store.members import read_label
 from kvdev.store.page_store import PageStatus, PageStore
-from kvdev.store.recreate import recreate_volume
+from kvdev.store.recreate import _Recreation, recreate_volume
+from kvdev.store.superblock import Record
 from kvdev.store.volume import Volume
 from kvdev.store.volume_io import MemberMask, VolumeIo
 from kvdev.testing.crash_device import CrashLog, CrashStates
@@ -193,7 +195,17 @@ class Recreated:
         self.keys: dict[str, npt.NDArray[np.uint8]] = {}
         for name in self.NAMES:
             volume.create_namespace(
-                name, GEOMETRY, quota_pages=4, journal_block_count=6, ttl_s=900, deadline=deadline()
+                name,
+                GEOMETRY,
+                quota_pages=4,
+                journal_block_count=6,
+                eviction_policy="fifo",
+                ttl_s=900,
+                priority=3,
+                reserve_pages=2,
+                salt_mark=5,
+                checksum="nh64",
+                deadline=deadline(),
             )
             store = PageStore(volume.open_namespace(name, deadline=deadline()))
             self.keys[name], pages = batch(rng, 3)
@@ -212,7 +224,19 @@ class Recreated:
 
     def facts_of(self, volume: Volume) -> list[tuple[object, ...]]:
         return [
-            (info.name, info.geometry, info.quota_pages, info.ttl_s, info.record.extent_slba)
+            (
+                info.name,
+                info.geometry,
+                info.quota_pages,
+                info.slot_count,
+                info.eviction_policy,
+                info.ttl_s,
+                info.priority,
+                info.reserve_pages,
+                info.salt_mark,
+                info.checksum,
+                info.record.extent_slba,
+            )
             for info in volume.namespaces(deadline=deadline())
         ]
 
@@ -299,3 +323,24 @@ def test_any_cut_while_a_volume_is_made_anew_leaves_one_that_the_same_call_finis
         assert fault is None, f"{where}: {fault}"
         count += 1
     assert count > 50
+
+
+class QuotaForgotten(_Recreation):
+    """Canary: what the namespaces may hold is taken from their slots."""
+
+    def _anew(self, record: Record, geometry: Geometry) -> Record:
+        return replace(super()._anew(record, geometry), quota_pages=record.slot_count)
+
+
+class RecreatedWithoutQuota(Recreated):
+    def recreate(self, devices: Sequence[BlockDevice]) -> None:
+        *others, newcomer = self.after(devices)
+        none: frozenset[str] = frozenset()
+        again = QuotaForgotten([*others, newcomer], (newcomer.uri,), none, none, deadline())
+        again.run(takeover=False)
+
+
+def test_canary_when_a_volume_made_anew_forgets_a_quota_is_caught(seed: int) -> None:
+    history = RecreatedWithoutQuota(2, 0, seed)
+    faults = [fault for states, _ in states_of(history.log, seed) if (fault := history.fault_of(states))]
+    assert faults and all("other namespaces" in fault for fault in faults)

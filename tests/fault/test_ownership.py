@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdev.block.device import write_blocks
+from kvdev.block.device import read_blocks, write_blocks
 from kvdev.block.reservation import ReservationType
 from kvdev.clock import Deadline
 from kvdev.errors import CommandError, LeaseLostError, UsageError
@@ -25,6 +25,7 @@ from kvdev.session import Session
 from kvdev.store import PageStore, Volume
 from kvdev.store.fence import is_conflict, writer_key
 from kvdev.store.lock import LockHeldError
+from kvdev.store.recreate import recreate_volume
 from kvdev.testing.target import RunningTarget, running_target
 
 GEOMETRY = Geometry.preset("small")
@@ -389,3 +390,84 @@ def test_lost_owner_when_it_closes_says_so(
         with pytest.raises(LeaseLostError):
             owner.close(deadline=soon())
         stranger.close(deadline=soon())
+
+
+# --- a volume made anew under reservations -------------------------------------------------------
+
+
+def keys_on(session: Session, uri: str) -> list[int]:
+    """The reservation keys that a device knows."""
+    control = session.open_device(uri).reservations
+    assert control is not None
+    return [each.key for each in control.report(soon()).registrants]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_volume_made_anew_puts_out_an_owner_that_may_be_alive_only_when_told(
+    lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record says so on both members, or on the lost one alone: then the reservations do."""
+    with running_target(namespace_count=3, namespace_size_bytes=32 << 20) as target, ExitStack() as stack:
+        uris = [f"{target.uri}?nsid={nsid}" for nsid in (1, 2, 3)]
+        volume_uri = "vol:" + ",".join(uris[:2])
+        with Session(host=HOSTS[0]) as session:
+            volume = Volume.create([session.open_device(uri) for uri in uris[:2]], name="v", deadline=soon())
+            volume.create_namespace("kv", GEOMETRY, quota_pages=16, deadline=soon())
+        child = owner_process(volume_uri, HOSTS[0].host_nqn, lease_ms=500)
+        stack.callback(end, child)
+        elsewhere(tmp_path, monkeypatch)
+        session = stack.enter_context(Session(host=HOSTS[1]))
+        kept, new = uris[1 - lost], uris[2]
+        members = [session.open_device(uri) for uri in (kept, new)]
+        before = read_blocks(members[1], 0, 64, soon())
+        owner_key = writer_key(HOSTS[0].host_id_bytes)
+        with pytest.raises(LockHeldError) as refusal:
+            recreate_volume(members, replaced=[members[1].uri], deadline=soon())
+        named = {
+            f"v#kv: is owned by process {child.pid} of host" in str(refusal.value),
+            f"HOSTID {HOSTS[0].host_id} is registered with {members[0].uri}, and may own"
+            in str(refusal.value),
+        }
+        assert named == {True, False}
+        assert np.array_equal(read_blocks(members[1], 0, 64, soon()), before)
+        assert keys_on(session, kept) == [owner_key] and not keys_on(session, new)
+        report = recreate_volume(members, replaced=[members[1].uri], takeover=True, deadline=soon())
+        assert report.namespaces == ("kv",)
+        assert not keys_on(session, kept) and not keys_on(session, new)
+        assert child.stdin is not None and child.stdout is not None
+        # What lies on the lost member alone it may write until it renews its lease, or writes to another.
+        counts, limit = {"put success": 1}, soon()
+        while "put success" in counts and not limit.is_expired:
+            child.stdin.write("count 1\n")
+            child.stdin.flush()
+            counts = json.loads(child.stdout.readline())
+        assert counts == {
+            f"{name} LeaseLostError": 1 for name in ("put", "flush", "delete", "pin", "get", "contains")
+        }
+        anew = session.open_volume(f"vol:{kept},{new}")
+        store = PageStore(anew.open_namespace("kv", deadline=soon()))
+        pages = np.full((8, store.page_size_bytes), 0x22, dtype=np.uint8)
+        assert not store.contains(KEYS).any() and store.put(KEYS, pages).stored_count == 8
+        store.close()
+
+
+def test_volume_made_anew_puts_an_owner_of_two_namespaces_out_at_once_and_waits_for_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_target(namespace_count=3, namespace_size_bytes=32 << 20) as target, ExitStack() as stack:
+        uris = [f"{target.uri}?nsid={nsid}" for nsid in (1, 2, 3)]
+        session = stack.enter_context(Session(host=HOSTS[0]))
+        volume = Volume.create([session.open_device(uri) for uri in uris[:2]], name="v", deadline=soon())
+        for name in ("a", "b"):
+            volume.create_namespace(name, GEOMETRY, quota_pages=4, deadline=soon())
+        owners = [volume.open_namespace(name, deadline=soon()) for name in ("a", "b")]
+        elsewhere(tmp_path, monkeypatch)
+        other = stack.enter_context(Session(host=HOSTS[1]))
+        members = [other.open_device(uri) for uri in (uris[0], uris[2])]
+        report = recreate_volume(members, replaced=[members[1].uri], takeover=True, deadline=soon())
+        assert report.namespaces == ("a", "b")
+        for owner in owners:
+            with pytest.raises(LeaseLostError):
+                owner.renew(deadline=soon())
+            owner.abandon()
+        assert not any("may land" in each.getMessage() for each in caplog.records)
