@@ -51,7 +51,6 @@ static uint64_t rest(const uint8_t *p, size_t len, size_t first)
 
 /* Four accumulators: a multiply takes five cycles, and one can start every cycle. */
 #define LANES_256 4u
-#define LANES_512 8u
 #define STREAMS 4u
 
 __attribute__((target("avx2"))) static inline __m256i term_256(__m256i word, __m256i key)
@@ -85,37 +84,6 @@ __attribute__((target("avx2"))) static uint64_t body_avx2(const uint8_t *p, size
     return lanes[0] + lanes[1] + lanes[2] + lanes[3];
 }
 
-__attribute__((target("avx512f"))) static inline __m512i term_512(__m512i word, __m512i key)
-{
-    __m512i mixed = _mm512_xor_si512(word, key);
-    __m512i high = _mm512_srli_epi64(mixed, 32);
-    __m512i sum = _mm512_slli_epi64(_mm512_add_epi64(mixed, high), 32);
-    return _mm512_add_epi64(_mm512_mul_epu32(mixed, high), sum);
-}
-
-__attribute__((target("avx512f"))) static uint64_t body_avx512(const uint8_t *p, size_t len, size_t *used)
-{
-    uint64_t lanes[LANES_512];
-    for (unsigned i = 0; i < LANES_512; i++) {
-        lanes[i] = (i + 1) * KEY_STEP;
-    }
-    __m512i key = _mm512_loadu_si512(lanes);
-    const __m512i step = _mm512_set1_epi64((long long)(LANES_512 * KEY_STEP));
-    __m512i totals[STREAMS] = { _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(),
-                                _mm512_setzero_si512() };
-    size_t words = 0;
-    for (; (words + STREAMS * LANES_512) * WORD_BYTES <= len; words += STREAMS * LANES_512) {
-        for (unsigned i = 0; i < STREAMS; i++) {
-            __m512i word = _mm512_loadu_si512(p + (words + i * LANES_512) * WORD_BYTES);
-            totals[i] = _mm512_add_epi64(totals[i], term_512(word, key));
-            key = _mm512_add_epi64(key, step);
-        }
-    }
-    totals[0] = _mm512_add_epi64(_mm512_add_epi64(totals[0], totals[1]), _mm512_add_epi64(totals[2], totals[3]));
-    *used = words;
-    return (uint64_t)_mm512_reduce_add_epi64(totals[0]);
-}
-
 #endif
 
 int kvdev_nh64_available(int id)
@@ -126,8 +94,6 @@ int kvdev_nh64_available(int id)
 #if KVDEV_X86
     case KVDEV_NH64_AVX2:
         return __builtin_cpu_supports("avx2") != 0;
-    case KVDEV_NH64_AVX512:
-        return __builtin_cpu_supports("avx512f") != 0;
 #endif
     default:
         return 0;
@@ -147,8 +113,6 @@ int kvdev_nh64_impl(int id, const void *buf, size_t len, uint64_t *ret)
 #if KVDEV_X86
     if (id == KVDEV_NH64_AVX2) {
         total = body_avx2(buf, len, &used);
-    } else if (id == KVDEV_NH64_AVX512) {
-        total = body_avx512(buf, len, &used);
     }
 #endif
     *ret = finish(total + rest(buf, len, used), len);

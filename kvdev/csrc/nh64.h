@@ -12,8 +12,7 @@
 enum kvdev_nh64_id {
     KVDEV_NH64_PORTABLE = 0,
     KVDEV_NH64_AVX2 = 1,
-    KVDEV_NH64_AVX512 = 2,
-    KVDEV_NH64_COUNT = 3,
+    KVDEV_NH64_COUNT = 2,
 };
 
 uint64_t kvdev_nh64(const void *buf, size_t len);

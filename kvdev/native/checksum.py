@@ -26,7 +26,6 @@ class Nh64Impl(enum.IntEnum):
 
     PORTABLE = 0
     AVX2 = 1
-    AVX512 = 2
 
 
 @dataclass(frozen=True)
