@@ -105,7 +105,9 @@ def read_label(device: BlockDevice, deadline: Deadline, *, slba: int = 0) -> Lab
         return parse_label(data, what=device.uri)
     except CorruptionError as problem:
         kind = CorruptionError if data.startswith(MAGIC_LABEL) else UnlabelledError
-        remedy = "" if kind is CorruptionError else "; if there was none yet, `kvdev volume create` makes one"
+        remedy = "; `kvdev volume create` makes a volume of a new device, `recreate --replace` takes it for a lost one"
+        if kind is CorruptionError:
+            remedy = ""
         raise kind(f"{problem}; it is no member of a kvdev volume, or its label is lost{remedy}") from problem
 
 

@@ -586,6 +586,19 @@ def test_supervisor_starts_a_killed_pool_again_and_ends_it_in_order(volume: str,
         kill(supervisor)
 
 
+def test_supervisor_ends_when_what_was_asked_for_is_wrong(volume: str, tmp_path: Path) -> None:
+    arguments = ["pool", "serve", "--restart", "--socket", str(tmp_path / "s"), f"{volume}#nosuch"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvdev_tools.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "nosuch" in done.stderr and "started again" not in done.stderr
+
+
 def test_next_owner_waits_for_those_who_write_under_old_grants(volume: str, tmp_path: Path) -> None:
     """A slot that the new owner takes for free may be written by a worker of the one before."""
     server = ServerThread(volume, tmp_path / "pool.sock")

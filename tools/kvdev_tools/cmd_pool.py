@@ -17,6 +17,7 @@ import click
 
 from kvdev.units import parse_size
 from kvdev_tools.connect import host_options, make_session, operation_deadline, session_keys, timeout_option
+from kvdev_tools.exits import ExitCode
 from kvdev_tools.output import emit, fields, json_option
 
 if TYPE_CHECKING:
@@ -243,8 +244,8 @@ def _supervise(
         except BaseException:  # Ctrl-C or SIGTERM: the child closes in order
             process.stop(child, timeout_s=2 * timeout_s)
             raise
-        if code == 0:
-            return 0
+        if code == 0 or (is_first and code == ExitCode.USAGE):
+            return code  # what was asked for is wrong, and would be next time
         wait_s = RESTART_S_MIN if started.is_expired else min(2 * wait_s, RESTART_S_MAX)
         is_first = False
         click.echo(f"kvdev: pool: its process ended with {_describe_exit(child)}; started again", err=True)
