@@ -312,6 +312,71 @@ def test_file_when_it_holds_something_then_it_is_not_made_larger(
     assert path.stat().st_size == 8 << 20
 
 
+@pytest.mark.parametrize("size", [None, 0, 1 << 20])
+def test_file_when_it_is_too_small_for_a_readonly_job_then_it_stays_as_it_is(
+    size: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f"
+    if size is not None:
+        path.write_bytes(bytes(size))
+    job = ["--readonly", "--name=r", f"--filename={path}", "--size=8m", "--bs=64k", f"--destroy={path}"]
+    said = probe(capsys, *job, code=2)
+    assert f"r: size: {path} has {size or 0} bytes, expected {8 << 20}; leave --readonly out" in said
+    assert (path.stat().st_size if path.exists() else None) == size
+
+
+def test_file_when_a_job_only_reads_then_it_is_made_but_never_made_larger(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(1 << 20))
+    read = ["--name=r", "--rw=read", f"--filename={path}", "--bs=64k", "--size=2m"]
+    said = probe(capsys, *read, code=2)
+    assert f"r: size: {path} has {1 << 20} bytes, expected {2 << 20}" in said and "a smaller size" in said
+    assert path.stat().st_size == 1 << 20
+    # What a job of the same run writes may be read.
+    jobs = probe(capsys, *read, "--name=w", "--rw=write", *read[2:], "--stonewall")["jobs"]
+    assert [each["error"] for each in jobs] == [0, 0]
+    path.unlink()
+    assert probe(capsys, *read)["jobs"][0]["read"]["io_bytes"] == 2 << 20
+
+
+@pytest.mark.parametrize("size", [None, 4096])
+def test_file_when_it_cannot_be_laid_out_then_all_files_are_as_they_were(
+    size: int | None, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "f", tmp_path / "other"
+    if size is not None:
+        path.write_bytes(b"x" * size)
+    job = ["--name=a", "--rw=write", f"--filename={other}", "--size=1m"]
+    job += ["--name=b", "--rw=write", f"--filename={path}", "--size=8m"]
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20)); "
+        "from kvdev_tools.main import run; sys.exit(run(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited, "probe", *job],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        check=False,
+    )
+    assert done.returncode == 4 and "b: size: " in done.stderr and "lower size" in done.stderr, done.stderr
+    assert (path.read_bytes() if path.exists() else None) == (None if size is None else b"x" * size)
+    assert not other.exists()
+
+
+def test_file_when_the_disk_has_no_room_for_it_then_nothing_is_laid_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f"
+    space = os.statvfs(tmp_path)
+    more = 2 * space.f_blocks * space.f_frsize
+    said = probe(capsys, "--name=b", "--rw=write", f"--filename={path}", f"--size={more}", code=4)
+    assert "b: size: expected at most the " in said and "lower size" in said and not path.exists()
+
+
 def test_tcp_namespace_when_it_carries_something_then_its_uri_in_destroy_frees_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

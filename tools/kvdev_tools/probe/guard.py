@@ -5,6 +5,7 @@ Not here: what is recognised (``kvdev.store.signature``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvdev.block.file import FileDevice
@@ -33,6 +34,37 @@ def _plain(name: str) -> str:
     if isinstance(uri, FileUri):
         return f"file:{uri.path}"
     return f"mem:{uri.name}" if isinstance(uri, MemUri) else str(uri)
+
+
+def check_read_sizes(jobs: Sequence[Job], destroy: frozenset[str], *, is_read_only: bool) -> None:
+    """UsageError when a file would be made, or made larger, that is only to be read.
+
+    Jobs that only read make files that are not there, as fio does, but leave those alone that are.
+    """
+    written: dict[str, int] = {}
+    """What the writing jobs make of each file: others may read that."""
+    for job in jobs:
+        uri = uri_of(job)
+        if isinstance(uri, FileUri) and job.writes:
+            written[uri.path] = max(written.get(uri.path, 0), wanted_size(job))
+    for job in jobs:
+        uri = uri_of(job)
+        wanted = wanted_size(job)
+        if job.writes or not isinstance(uri, FileUri) or not wanted:
+            continue
+        path = Path(uri.path)
+        if path.exists() and not path.is_file():
+            continue
+        size = path.stat().st_size if path.exists() else 0
+        if size >= wanted:
+            continue
+        what = f"{job.name}: size: {path} has {size} bytes, expected {wanted}"
+        if is_read_only:
+            raise UsageError(f"{what}; leave --readonly out or name a smaller size")
+        if size and written.get(uri.path, 0) < wanted and f"file:{uri.path}" not in destroy:
+            raise UsageError(
+                f"{what}; a job that only reads makes it no larger unless --destroy names it: name a smaller size"
+            )
 
 
 def check_growable(job: Job, destroy: frozenset[str], deadline: Deadline) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from kvdev.clock import NS_PER_S, SYSTEM_CLOCK, Deadline
 from kvdev.errors import KvdevError, UsageError
 from kvdev.native.probe import BadReason, EndReason, LogArray, Probe, ResultArray, Verdict
-from kvdev_tools.probe.guard import check_growable, check_writable
+from kvdev_tools.probe.guard import check_growable, check_read_sizes, check_writable
 from kvdev_tools.probe.job import READ, TRIM, WRITE, Job, Plan
 from kvdev_tools.probe.measure import Measured
 from kvdev_tools.probe.report_log import wants_log
@@ -315,8 +315,11 @@ class Runner:
                     f"{job.name}: cpus_allowed: expected CPUs that this process may use, got {job.cpus[0]}"
                 )
             check_growable(job, self._destroy, Deadline.after(self._timeout_s))
-        for job in plan.jobs:
-            prepare_file(job)
+        check_read_sizes(plan.jobs, self._destroy, is_read_only=self._opener.is_read_only)
+        with contextlib.ExitStack() as undo:
+            for job in plan.jobs:
+                prepare_file(job, undo)
+            undo.pop_all()
         for wave in sorted({job.wave_index for job in plan.jobs}):
             jobs = [job for job in plan.jobs if job.wave_index == wave]
             is_over = self._run_wave(jobs, outcome)

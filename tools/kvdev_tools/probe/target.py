@@ -7,6 +7,7 @@ Not here: whether it may be written (``guard``); the jobs' I/O (``run``).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvdev.block.device import BlockDevice
 from kvdev.block.file import FileDevice, FileOptions, choose_engine
 from kvdev.block.memory import MemoryDevice
-from kvdev.errors import UnsupportedError, UsageError
+from kvdev.errors import CapacityError, UnsupportedError, UsageError
 from kvdev.native.probe import ProbeMember
 from kvdev.native.queue import HostQueue
 from kvdev.staging import Arena
@@ -83,8 +84,11 @@ def wanted_size(job: Job) -> int:
     return wanted
 
 
-def prepare_file(job: Job) -> None:
-    """Make the regular file that a job needs, or make it as large; devices are as large as they are."""
+def prepare_file(job: Job, undo: contextlib.ExitStack) -> None:
+    """Make the regular file that a job needs, or make it as large; ``undo`` puts it back as it was.
+
+    Devices are as large as they are.
+    """
     uri = uri_of(job)
     wanted = wanted_size(job)
     if not isinstance(uri, FileUri) or not wanted:
@@ -95,18 +99,30 @@ def prepare_file(job: Job) -> None:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size >= wanted:
                 return
-        _lay_out(path, wanted)
+        _lay_out(job, path, wanted, undo)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise CapacityError(
+                f"{job.name}: size: {path} cannot get {wanted} bytes: {error.strerror}; lower size"
+            ) from error
         raise UsageError(
             f"{job.name}: filename: {path}: {error.strerror}; name a file that can be written"
         ) from error
 
 
-def _lay_out(path: Path, size_bytes: int) -> None:
+def _lay_out(job: Job, path: Path, size_bytes: int, undo: contextlib.ExitStack) -> None:
     """Fill a file up to a size with bytes that no file system compresses or shares."""
+    have = path.stat().st_size if path.exists() else None
+    space = os.statvfs(path.parent)
+    free = space.f_bavail * space.f_frsize
+    if size_bytes - (have or 0) > free:
+        raise CapacityError(
+            f"{job.name}: size: expected at most the {free} bytes that are free where {path} lies, "
+            f"got {size_bytes - (have or 0)} more to lay out; lower size"
+        )
+    undo.callback(_put_back, path, have)
     with path.open("ab") as file:
-        file.seek(0, os.SEEK_END)
-        have = file.tell()
+        have = have or 0
         step = bytearray(os.urandom(LAYOUT_STEP_BYTES))
         step[510:512] = bytes(2)  # by chance it were a boot sector's signature
         while have < size_bytes:
@@ -115,12 +131,21 @@ def _lay_out(path: Path, size_bytes: int) -> None:
         os.fsync(file.fileno())
 
 
+def _put_back(path: Path, size_bytes: int | None) -> None:
+    """Give a file the size that it had, or take away the one that was not there."""
+    with contextlib.suppress(FileNotFoundError):
+        if size_bytes is None:
+            path.unlink()
+        else:
+            os.truncate(path, size_bytes)
+
+
 class Opener:
     """Opens targets; memory devices are shared by the jobs that name them, all else is each job's own."""
 
     def __init__(self, make_session: Callable[[], Session], *, is_read_only: bool = False) -> None:
         self._make_session = make_session
-        self._is_read_only = is_read_only
+        self.is_read_only = is_read_only
         self._memories: dict[str, MemoryDevice] = {}
 
     def open(self, job: Job, deadline: Deadline) -> Target:
@@ -214,7 +239,7 @@ class Opener:
         device = FileDevice(
             uri.path,
             block_size_bytes=_file_block(job) if is_regular else None,
-            is_read_only=self._is_read_only or not job.writes,
+            is_read_only=self.is_read_only or not job.writes,
             options=options,
             queue=queue,
             choice=engine,
