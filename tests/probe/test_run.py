@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -554,6 +555,76 @@ def test_interrupt_when_a_job_runs_then_it_ends_with_results(tmp_path: Path) -> 
     assert child.returncode == 130
     job = document_of(out.decode())["jobs"][0]
     assert job["error"] == 0 and job["read"]["total_ios"] > 0
+
+
+def test_wave_when_it_cannot_be_opened_then_the_results_of_those_before_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = ["--name=a", "--filename=mem:a?size=1m", "--rw=read", "--stonewall", "--name=b", "--rw=read"]
+    jobs += [f"--filename=vhost:{tmp_path}/nobody", "--stonewall", "--name=c", "--filename=mem:c?size=1m"]
+    assert run(["probe", "--output-format=json", "--wait=1", *jobs]) == 3
+    said = capsys.readouterr()
+    found = document_of(said.out)["jobs"]
+    assert [each["jobname"] for each in found] == ["a"] and found[0]["read"]["io_bytes"] == 1 << 20
+    assert f"{tmp_path}/nobody" in said.err and "b and later have not" in said.err
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (["--filename=mem:b?size=1m", "--size=2m"], "b: size: expected offset and size within"),
+        (["--filename=mem:b?size=1m", "--bs=700"], "b: bs: expected multiples"),
+        (["--filename=FILE", "--rw=write", "--bs=64k"], "b: rw=write: "),
+    ],
+)
+def test_wave_when_its_device_of_this_machine_refuses_it_then_no_wave_runs(
+    second: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, first = tmp_path / "f", tmp_path / "first"
+    _with_signature(path, 512, b"EFI PART")
+    first.write_bytes(bytes(1 << 20))
+    jobs = [
+        "--name=a",
+        f"--filename={first}",
+        "--rw=write",
+        "--buffer_pattern=0xff",
+        "--name=b",
+        "--stonewall",
+    ]
+    found = probe(capsys, *jobs, *(each.replace("FILE", str(path)) for each in second), code=2)
+    assert said in found and found.count("\n") == 1
+    assert first.read_bytes() == bytes(1 << 20)
+
+
+def test_interrupt_when_a_later_wave_is_opened_then_the_results_of_those_before_are_printed(
+    tmp_path: Path,
+) -> None:
+    jobs = [
+        "probe",
+        "--output-format=json",
+        "--wait=600",
+        "--name=a",
+        "--filename=mem:a?size=1m",
+        "--rw=read",
+    ]
+    jobs += ["--name=b", "--stonewall", "--rw=read"]
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "s"))
+        silent.listen()
+        with subprocess.Popen(
+            [sys.executable, "-m", "kvdev_tools.main", *jobs, f"--filename=vhost:{tmp_path}/s"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+        ) as child:
+            peer, _ = silent.accept()
+            with peer:
+                assert peer.recv(1)  # it asks, and is not answered
+                child.send_signal(signal.SIGINT)
+                out, _ = child.communicate(timeout=WAIT_S)
+    assert child.returncode == 130
+    assert [each["jobname"] for each in document_of(out.decode())["jobs"]] == ["a"]
 
 
 def test_exitall_when_one_job_ends_then_the_others_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdev_tools.connect import FiniteRange, host_options, make_session
-from kvdev_tools.exits import ExitCode
+from kvdev_tools.exits import ExitCode, exit_code_of
 
 if TYPE_CHECKING:
     from kvdev.session import Session
@@ -229,6 +229,8 @@ def _end(outcome: Outcome) -> int:
         return int(ExitCode.INTERRUPTED if is_ours else ExitCode.TERMINATED)
     if outcome.has_bad_data:
         return int(ExitCode.DATA_FAULT)
+    if outcome.failure is not None:
+        return int(exit_code_of(outcome.failure))
     return int(ExitCode.REFUSED if outcome.problems else ExitCode.OK)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from kvdev.clock import NS_PER_S, SYSTEM_CLOCK, Deadline
 from kvdev.errors import KvdevError, UsageError
 from kvdev.native.probe import BadReason, EndReason, LogArray, Probe, ResultArray, Verdict
+from kvdev.uri import FileUri, MemUri
 from kvdev_tools.probe.guard import check_growable, check_read_sizes, check_writable
 from kvdev_tools.probe.job import READ, TRIM, WRITE, Job, Plan
 from kvdev_tools.probe.measure import Measured
@@ -55,6 +56,8 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     """One line for each job that failed."""
     interrupt: BaseException | None = None
+    failure: Exception | None = None
+    """Why the waves from some one on did not run; its line is among the problems."""
     has_bad_data: bool = False
 
 
@@ -320,6 +323,8 @@ class Runner:
             for job in plan.jobs:
                 prepare_file(job, undo)
             undo.pop_all()
+        if plan.jobs[-1].wave_index:
+            self._check_here(plan.jobs)
         for wave in sorted({job.wave_index for job in plan.jobs}):
             jobs = [job for job in plan.jobs if job.wave_index == wave]
             is_over = self._run_wave(jobs, outcome)
@@ -327,16 +332,40 @@ class Runner:
                 break
         return outcome
 
+    def _check_here(self, jobs: Sequence[Job]) -> None:
+        """Refuse what a later wave's job cannot do with a device of this machine before the first wave runs."""
+        for job in jobs:
+            if isinstance(uri_of(job), (FileUri, MemUri)):
+                with contextlib.ExitStack() as undo:
+                    make_params(job, self._open(job, undo))
+
+    def _open(self, job: Job, undo: contextlib.ExitStack) -> Target:
+        deadline = Deadline.after(self._timeout_s)
+        target = self._opener.open(job, deadline)
+        undo.callback(target.close)
+        check_writable(job, target, self._destroy, deadline)
+        return target
+
     def _run_wave(self, jobs: Sequence[Job], outcome: Outcome) -> bool:
         """Whether nothing more shall run."""
         with contextlib.ExitStack() as undo:
-            runs: list[JobRun] = []
-            for job in jobs:
-                deadline = Deadline.after(self._timeout_s)
-                target = self._opener.open(job, deadline)
-                undo.callback(target.close)
-                check_writable(job, target, self._destroy, deadline)
-                runs.append(JobRun(job, target))
+            try:
+                runs = [JobRun(job, self._open(job, undo)) for job in jobs]
+            except (KvdevError, OSError) as error:
+                if not outcome.measured:
+                    raise
+                outcome.failure = error
+                outcome.problems.append(
+                    f"{error}; the jobs before have run, {jobs[0].name} and later have not"
+                )
+                return True
+            except Exception:
+                raise
+            except BaseException as interrupt:  # as while jobs run: what earlier waves have is kept
+                if not outcome.measured:
+                    raise
+                outcome.interrupt = interrupt
+                return True
             self._drive(runs, outcome)
             for each in runs:
                 each.join()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvdev.errors import CapacityError, UsageError
+from kvdev.errors import CapacityError, KvdevError, UsageError
 from kvdev_tools.output import table
 from kvdev_tools.probe.job import Plan, make_plan
 from kvdev_tools.probe.jobfile import Reader
@@ -65,7 +65,14 @@ def run_sweep(
     cells: list[Cell] = []
     outcome = Outcome()
     for bs, depth, plan in plans:
-        outcome = run(plan)
+        try:
+            outcome = run(plan)
+        except (KvdevError, OSError) as error:
+            if not cells:
+                raise
+            outcome = Outcome(
+                problems=[f"{error}; bs={bs} at depth {depth} and later have not run"], failure=error
+            )
         if outcome.problems or outcome.interrupt is not None:
             break
         cells.append(_cell(bs, depth, merge(outcome.measured)))
