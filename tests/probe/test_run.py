@@ -697,6 +697,39 @@ def test_logs_when_averaged_then_windows_add_up(
     assert {row[2] for row in rows} == {0, 1} and all(row[0] % 50 == 0 and len(row) == 6 for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [("--output", "--output: "), ("--write_bw_log", "o: write_bw_log: "), ("--html", "--html: ")],
+)
+def test_output_when_it_cannot_be_written_then_that_is_said_before_anything_runs(
+    option: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(1 << 20))
+    job = ["--name=o", f"--filename={path}", "--rw=write", "--number_ios=8", "--buffer_pattern=0xff"]
+    sweep = ["sweep", "--sizes=4k", "--depths=1"] if option == "--html" else []
+    assert run(["probe", *sweep, *job, f"{option}={tmp_path}/none/out"]) == 2
+    said = capsys.readouterr().err
+    assert named in said and "none/out" in said and said.count("\n") == 1
+    assert path.read_bytes() == bytes(1 << 20)
+
+
+def test_output_when_it_becomes_full_then_the_results_go_to_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = ["--name=o", "--filename=mem:o?size=1m", "--rw=read", "--output=/dev/full"]
+    assert run(["probe", "--output-format=json", *job]) == 4
+    said = capsys.readouterr()
+    assert document_of(said.out)["jobs"][0]["read"]["io_bytes"] == 1 << 20
+    assert "--output: /dev/full: cannot be written" in said.err
+
+
+def test_output_when_the_jobs_are_refused_then_no_file_is_left(tmp_path: Path) -> None:
+    job = ["--name=o", "--filename=mem:o?size=1m", "--offset=100", "--output-format=json"]
+    assert run(["probe", *job, f"--output={tmp_path}/out", f"--write_bw_log={tmp_path}/log"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_output_when_a_file_is_named_then_all_formats_go_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,9 +126,11 @@ def probe(
           --filename="tcp://192.0.2.7:4420/nqn.2026-01.com.example:kv?nsid=1"
     """
     from kvdev.errors import UsageError
+    from kvdev_tools.output import check_output
     from kvdev_tools.probe.guard import parse_destroy
     from kvdev_tools.probe.job import make_plan
     from kvdev_tools.probe.jobfile import Reader
+    from kvdev_tools.probe.report_log import check_logs
     from kvdev_tools.probe.run import Runner
     from kvdev_tools.probe.sweep import DEPTHS_DEFAULT, SIZES_DEFAULT
     from kvdev_tools.probe.target import Opener
@@ -178,6 +180,9 @@ def probe(
     if not plan.jobs:
         raise UsageError("probe: expected at least one job: a job file, or --name=NAME with its options")
 
+    if output is not None:
+        check_output("--output", output)
+    check_logs(plan.jobs)
     printer = _Printer(plan, wanted, output)
     printer.begin()
     return _finish(run(plan, printer.print), printer)
@@ -196,6 +201,7 @@ def _sweep(
     from pathlib import Path
 
     from kvdev.errors import UsageError
+    from kvdev_tools.output import check_output
     from kvdev_tools.probe.option import IODEPTH_MAX
     from kvdev_tools.probe.sweep import parse_axis, run_sweep, sweep_document, sweep_text, write_html
 
@@ -203,6 +209,9 @@ def _sweep(
         raise UsageError("--output-format: expected normal or json of a sweep")
     sizes = parse_axis("--sizes", axes[0], high=1 << 30)
     depths = parse_axis("--depths", axes[1], high=IODEPTH_MAX)
+    for option, path in (("--output", output), ("--html", html)):
+        if path is not None:
+            check_output(option, path)
     cells, outcome = run_sweep(arguments, sizes, depths, run=run, is_read_only=is_read_only)
     if cells:
         text = [json.dumps(sweep_document(cells), indent=2)] if formats == ("json",) else sweep_text(cells)
@@ -215,8 +224,10 @@ def _sweep(
 def _finish(outcome: Outcome, printer: _Printer) -> int:
     from kvdev_tools.probe.report_log import write_logs
 
-    printer.print(outcome.measured)
-    write_logs(outcome.measured)
+    try:
+        printer.print(outcome.measured)
+    finally:
+        write_logs(outcome.measured)
     return _end(outcome)
 
 
@@ -282,6 +293,8 @@ def _write(lines: list[str], output: str | None, *, mode: str) -> None:
         with open(output, mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
+        click.echo(text, nl=False)  # what was measured is not lost with a full disk
+        sys.stdout.flush()
         raise CapacityError(f"--output: {output}: cannot be written: {error.strerror}") from error
 
 

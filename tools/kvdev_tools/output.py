@@ -6,13 +6,15 @@ Not here: errors (``kvdev_tools.main`` prints them on stderr).
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from kvdev.errors import CapacityError
+from kvdev.errors import CapacityError, UsageError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -42,6 +44,23 @@ def emit(document: Document, *, as_json: bool, text: Callable[[], Iterable[str]]
         raise
     except OSError as error:
         raise CapacityError(f"output: cannot be written: {error.strerror or error}") from error
+
+
+def check_output(option: str, path: str) -> None:
+    """UsageError unless a file can be written: for what is written at the end of long work. Leaves no new file."""
+    file = Path(os.path.realpath(path))
+    try:
+        is_new = not file.exists()
+        if not is_new and not file.is_file() and not file.is_dir():
+            return  # a pipe: its reader would take closing it for the end
+        with file.open("ab"):
+            pass
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{option}: {path}: cannot be written: {error.strerror}; name a file that can be"
+        ) from error
 
 
 def table(rows: Sequence[Sequence[object]], *, header: Sequence[str] = ()) -> list[str]:

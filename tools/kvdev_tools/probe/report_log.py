@@ -13,6 +13,7 @@ import numpy as np
 
 from kvdev.errors import CapacityError
 from kvdev.native.probe import LOG_DTYPE, LogArray
+from kvdev_tools.output import check_output
 from kvdev_tools.probe.job import Job
 from kvdev_tools.probe.measure import Measured
 
@@ -24,6 +25,28 @@ def wants_log(job: Job) -> bool:
     return job.bw_log is not None or job.lat_log is not None or job.iops_log is not None
 
 
+def _logs_of(job: Job, index: int) -> Iterator[tuple[Path, str]]:
+    """The log files of a job, which counts from 1, and what stands in each."""
+    for kind, prefix, column in (
+        ("bw", job.bw_log, "bw"),
+        ("slat", job.lat_log, "slat_ns"),
+        ("clat", job.lat_log, "clat_ns"),
+        ("lat", job.lat_log, "lat_ns"),
+        ("iops", job.iops_log, "iops"),
+    ):
+        if prefix is not None:
+            number = f".{index}" if job.has_job_logs else ""
+            yield Path(f"{prefix or job.name}_{kind}{number}.log"), column
+
+
+def check_logs(jobs: Sequence[Job]) -> None:
+    """UsageError unless all logs of a plan can be written."""
+    for index, job in enumerate(jobs, 1):
+        for path, column in _logs_of(job, index):
+            option = {"bw": "write_bw_log", "iops": "write_iops_log"}.get(column, "write_lat_log")
+            check_output(f"{job.name}: {option}", str(path))
+
+
 def write_logs(measured: Sequence[Measured]) -> list[Path]:
     """Write every log that was asked for; returns their names. Jobs without per_job_logs share a file."""
     written: dict[Path, str] = {}
@@ -32,19 +55,9 @@ def write_logs(measured: Sequence[Measured]) -> list[Path]:
         if not wants_log(job):
             continue
         entries = np.concatenate(each.log) if each.log else np.empty(0, dtype=LOG_DTYPE)
-        for kind, prefix, column in (
-            ("bw", job.bw_log, "bw"),
-            ("slat", job.lat_log, "slat_ns"),
-            ("clat", job.lat_log, "clat_ns"),
-            ("lat", job.lat_log, "lat_ns"),
-            ("iops", job.iops_log, "iops"),
-        ):
-            if prefix is None:
-                continue
-            number = f".{index}" if job.has_job_logs else ""
-            path = Path(f"{prefix or job.name}_{kind}{number}.log")
+        for path, column in _logs_of(job, index):
             mode = "a" if path in written else "w"
-            written[path] = kind
+            written[path] = column
             _write(path, mode, _lines(job, entries, column))
     return list(written)
 
