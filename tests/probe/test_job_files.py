@@ -139,6 +139,14 @@ def test_unknown_option_when_it_resembles_one_then_the_error_names_that() -> Non
         ("--rw=kvget", "pages of a KV namespace are measured by `kvdev replay`"),
         ("--rw=randread:0", "rw: expected 1 or more I/Os per offset"),
         ("--verify=pattern", "verify=pattern: expected verify_pattern"),
+        (
+            "--verify=crc32c --verify_interval=1000",
+            "verify_interval: expected a divisor of the block size 4096",
+        ),
+        (
+            "--verify=crc32c --verify_interval=8192",
+            "verify_interval: expected a divisor of the block size 4096",
+        ),
         ("--verify=md5", "verify: expected 0, crc32c, pattern"),
         ("--numjobs=0", "numjobs: expected 1 to 1024"),
     ],
@@ -147,8 +155,23 @@ def test_value_when_it_is_wrong_then_the_line_names_option_and_what_is_expected(
     argument: str, said: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        job_of("--rw=randrw", argument)
+        job_of("--rw=randrw", *argument.split())
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["[]", "[ ]", "["])
+def test_section_when_it_has_no_name_then_it_is_refused_by_line(line: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"j.fio:2: .*expected a job's name in the brackets"):
+        plan_of(write(tmp_path / "j.fio", f"; none\n{line}\nrw=read\n"))
+
+
+def test_section_when_no_file_has_it_then_the_line_names_it_and_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = write(tmp_path / "a.fio", "[a]\nrw=read\n"), write(tmp_path / "b.fio", "[b]\nrw=read\n")
+    assert run(["probe", "--parse-only", "--section=a", "--section=b", first, second]) == 0
+    assert run(["probe", "--parse-only", "--section=a", "--section=zz", first, second]) == 2
+    assert f"--section: {first}, {second}: expected a job of the name 'zz'" in capsys.readouterr().err
 
 
 def test_rates_when_both_kinds_are_given_then_they_are_refused() -> None:

@@ -514,6 +514,13 @@ def test_tcp_namespace_when_the_job_asks_for_more_than_it_has_then_it_is_refused
         (["--filename=mem:x?size=1m", "--bs=700"], "bs: expected multiples of 512 bytes"),
         (["--filename=mem:x?size=1m", "--offset=100"], "offset: expected a multiple of the block size"),
         (["--filename=vol:mem:x?size=64m#kv"], "expected a device or a volume, got the KV namespace"),
+        (["--filename=mem:x?size=1m", "--offset=2m"], "x: offset: expected an offset below the 1048576"),
+        (
+            ["--filename=mem:x?size=1m", "--offset_increment=1m", "--numjobs=2"],
+            "x: offset_increment: expected",
+        ),
+        (["--filename=mem:x?size=1m", "--bs=2m"], "x: bs: expected at most the 1048576 bytes"),
+        (["--filename=mem:x?size=1m", "--section=zz"], "--section: no job file is named: expected a job"),
         (["--filename=nonsense:x"], "filename: expected one device or file"),
         (["--filename=mem:x?size=1m", "--cpus_allowed=4000"], "cpus_allowed"),
         ([], "expected at least one job"),

@@ -55,7 +55,7 @@ def test_sweep_when_a_job_file_is_given_then_its_job_is_swept(
         (["sweep", "--output-format=terse", *JOB], "expected normal or json of a sweep"),
         (["sweep", *JOB, "--name=a", "--name=b"], "sweep: expected one job, got 2"),
         (["--depths=1", "--name=a", *JOB], "expected `kvdev probe sweep` with them"),
-        (["sweep", "--sizes=2m", *JOB], "size: expected at least one block"),
+        (["sweep", "--sizes=2m", *JOB], "bs: expected at most the 1048576 bytes"),
     ],
 )
 def test_sweep_when_it_is_wrong_then_one_line_says_why(

@@ -170,8 +170,7 @@ def probe(
     if sizes or depths or html:
         raise UsageError("--sizes, --depths, --html: expected `kvdev probe sweep` with them")
     reader = Reader()
-    for name in reader.take_arguments(arguments):
-        reader.take_file(name, sections=frozenset(section))
+    reader.take_files(reader.take_arguments(arguments), sections=frozenset(section))
     plan = make_plan(reader.text, is_read_only=readonly)
     for warning in plan.warnings:
         click.echo(f"kvdev probe: {warning}", err=True)

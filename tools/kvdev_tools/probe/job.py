@@ -503,8 +503,12 @@ def _checked(job: Job, values: dict[str, Any], warnings: dict[str, None]) -> Job
 def _verify_checked(job: Job) -> Job:
     blocks = job.blocks[WRITE] if job.rw.has[WRITE] else job.blocks[READ]
     interval = job.verify_interval or blocks.low
-    interval = min(interval, blocks.low)
     sizes = [size for size, _ in blocks.splits] or [blocks.low, blocks.high]
+    if job.verify_interval and any(size % interval for size in sizes):
+        raise UsageError(
+            f"{job.name}: verify_interval: expected a divisor of the block size "
+            f"{next(size for size in sizes if size % interval)}, got {interval}"
+        )
     if any(size % interval for size in sizes):
         interval = math.gcd(*sizes)
     if job.verify == "crc32c" and interval < VERIFY_HEADER_SIZE_BYTES + 8:

@@ -127,6 +127,15 @@ class Reader:
 
     # ---- files ----
 
+    def take_files(self, names: Sequence[str], *, sections: frozenset[str] = frozenset()) -> None:
+        """Take job files; with ``sections`` only those jobs of them, each of which some file has."""
+        before = len(self.text.sections)
+        for name in names:
+            self.take_file(name, sections=sections)
+        for section in sorted(sections - {each.name for each in self.text.sections[before:]}):
+            where = ", ".join(names) or "no job file is named"
+            raise UsageError(f"--section: {where}: expected a job of the name {section!r:.80}, found none")
+
     def take_file(self, name: str, *, sections: frozenset[str] = frozenset()) -> None:
         """Take a job file; with ``sections`` only those jobs of it."""
         before = len(self.text.sections)
@@ -165,6 +174,8 @@ class Reader:
                 raise UsageError(f"{where}: expected at most {LINE_SIZE_MAX} characters in a line")
             if line.startswith("["):
                 name = line[1:].rpartition("]")[0] or line[1:]
+                if not name.strip("] \t"):
+                    raise UsageError(f"{where}: {line:.80}: expected a job's name in the brackets: [NAME]")
                 if depth:
                     raise UsageError(f"{where}: [{name}]: expected options only in an included file")
                 # As in fio: whatever begins with it.

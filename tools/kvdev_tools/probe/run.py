@@ -198,6 +198,16 @@ def region_of(job: Job, target: Target) -> tuple[int, int]:
             )
     if start % block or start < 0:
         raise UsageError(f"{job.name}: offset: expected a multiple of the block size {block}, got {start}")
+    if start >= whole:
+        option = "offset_increment" if job.offset.of(whole) < whole else "offset"
+        raise UsageError(
+            f"{job.name}: {option}: expected an offset below the {whole} bytes of {target.uri}, got {start}"
+        )
+    if job.bs_low > whole - start:
+        raise UsageError(
+            f"{job.name}: bs: expected at most the {whole - start} bytes that {target.uri} has from offset {start} on, "
+            f"got {job.bs_low}"
+        )
     if start + size > whole:
         raise UsageError(
             f"{job.name}: size: expected offset and size within the {whole} bytes of {target.uri}, got {start} + {size}"
