@@ -21,8 +21,11 @@ from kvdev.clock import Deadline
 from kvdev.errors import CommandError, CorruptionError, KvdevError, UsageError
 from kvdev.native.index import ENTRY_DTYPE, GRANT_DTYPE, EntryArray, GrantArray
 from kvdev.native.io import address_of
+from kvdev.store.claim import check_free
 from kvdev.store.directory import COPY_COUNT, Place
-from kvdev.store.lease import describe_holder, is_held
+from kvdev.store.fence import Fence
+from kvdev.store.lease import Lease, describe_holder, is_held
+from kvdev.store.lock import LockHeldError
 from kvdev.store.members import read_label
 from kvdev.store.namespace import KvNamespace
 from kvdev.store.superblock import Record
@@ -47,6 +50,27 @@ class Finding:
     lost_pages_max: int = 0
     is_repaired: bool = False
 
+    @classmethod
+    def of(cls, where: str, problem: KvdevError | str, *, is_repaired: bool = False) -> Finding:
+        """Of an error; messages begin with the place, which is said once."""
+        what = str(problem)
+        for separator in (": ", " "):
+            what = what.removeprefix(where + separator)
+        return cls(where, what, is_repaired=is_repaired)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+@dataclass(frozen=True)
+class IntactLabel:
+    """What a member of a volume that does not open says of itself: no finding."""
+
+    uri: str
+    member_index: int
+    member_count: int
+    volume: str
+
 
 @dataclass(frozen=True)
 class CheckProgress:
@@ -56,7 +80,7 @@ class CheckProgress:
     checked_pages: int
     total_pages: int
     next_slot: int
-    """Where to go on: ``start_at`` of a later check."""
+    """Where to go on: ``start_at`` of a later check. With repair where it began: nothing counts before it closes."""
 
 
 @dataclass
@@ -72,6 +96,11 @@ class NamespaceCheck:
     was_closed: bool = False
     """Repair has written everything back."""
     findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def skipped_pages(self) -> int:
+        """Not read: they are before the start, or the check did not come to them, or left pages out."""
+        return self.pages - self.good_pages - self.bad_pages - self.unreadable_pages
 
 
 @dataclass(frozen=True)
@@ -95,6 +124,10 @@ class CheckReport:
     namespaces: list[NamespaceCheck] = field(default_factory=list)
     erasing: list[Erasing] = field(default_factory=list)
     """No finding, finished or not: nothing of them is to be found, and nothing of them is damaged."""
+    skipped_namespaces: list[str] = field(default_factory=list)
+    """Those before the start."""
+    intact_labels: list[IntactLabel] = field(default_factory=list)
+    """Of a volume that does not open."""
 
     @property
     def is_ok(self) -> bool:
@@ -118,44 +151,52 @@ def check_volume(
     bytes_per_s: int | None = None,
     start_at: tuple[str, int] | None = None,
     timeout_s: float = BATCH_TIMEOUT_S,
+    report: CheckReport | None = None,
 ) -> CheckReport:
     """Verify everything on a volume's members; without ``repair`` nothing is written.
 
     Args:
         reads_pages: False checks the structures only.
-        repair: open each namespace as its owner, and put right what is found; one in use is a finding.
+        repair: open each namespace as its owner, and put right what is found; refused while one is in use.
         bytes_per_s: read pages no faster than this.
         start_at: namespace and slot where a check that was interrupted goes on.
         timeout_s: bounds each batch, not the whole check.
+        report: filled in as it goes on, for what was found before an interrupt; a new one by default.
+
+    Raises:
+        LockHeldError: a namespace to repair is in use; nothing was written.
+        UsageError: there is no such start.
     """
     if repair:
         refuse_drill(devices, "repair")
     options = _Options(progress, reads_pages, repair, Throttle(bytes_per_s), timeout_s)
-    report = CheckReport()
+    report = CheckReport() if report is None else report
     try:
         volume = Volume.open(devices, deadline=Deadline.after(timeout_s))
     except KvdevError as refusal:
-        report.findings.append(Finding("volume", str(refusal)))
-        report.findings += _label_findings(devices, timeout_s)
+        labels, report.intact_labels = _read_labels(devices, timeout_s)
+        if str(refusal) not in map(str, labels):
+            report.findings.append(_refusal_finding(str(refusal)))
+        report.findings += labels
         return report
+    places = volume.directory.read_all(Deadline.after(timeout_s))
+    live = [place.record for place in places if place.record is not None and place.record.is_live]
+    if start_at is not None:
+        at = _find_start(live, start_at)
+        report.skipped_namespaces = [record.name for record in live[:at]]
+        live = live[at:]
+    if repair:
+        _refuse_in_use(volume, live)
     report.volume = volume.name
     report.findings += _superblock_findings(volume, options)
-    places = volume.directory.read_all(Deadline.after(timeout_s))
-    names = [place.record.name for place in places if place.record is not None and place.record.is_live]
-    if start_at is not None and start_at[0] not in names:
-        raise UsageError(
-            f"start: namespace: expected one of {', '.join(names) or 'none'}, got {start_at[0]!r}"
-        )
-    is_skipped = start_at is not None
     for index, place in enumerate(places):
-        first_slot = 0
         found: NamespaceCheck | None = None
-        if place.record is not None and place.record.is_live:
-            if start_at is not None and place.record.name == start_at[0]:
-                is_skipped, first_slot = False, start_at[1]
-            if not is_skipped:
-                found = _check_namespace(volume, index, place.record.name, options, first_slot)
-                report.namespaces.append(found)
+        if place.record in live:
+            name = place.record.name
+            found = NamespaceCheck(name)
+            report.namespaces.append(found)
+            first_slot = start_at[1] if start_at is not None and start_at[0] == name else 0
+            _check_namespace(volume, index, found, options, first_slot)
         report.findings += _place_findings(volume, index, place, options, found)
     report.findings += _overlap_findings(volume, places)
     report.erasing = [
@@ -164,6 +205,36 @@ def check_volume(
         if place.record is not None and place.record.is_erasing
     ]
     return report
+
+
+def _refusal_finding(refusal: str) -> Finding:
+    """Why a volume does not open; most say which one first."""
+    place, separator, _ = refusal.partition("': ")
+    is_named = bool(separator) and place.startswith("volume '")
+    return Finding.of(f"{place}'" if is_named else "volume", refusal)
+
+
+def _find_start(records: Sequence[Record], start_at: tuple[str, int]) -> int:
+    """Which of the live records a check begins with; UsageError when there is no such namespace or slot."""
+    names = [record.name for record in records]
+    name, slot = start_at
+    if name not in names:
+        raise UsageError(f"start: namespace: expected one of {', '.join(names) or 'none'}, got {name!r}")
+    at = names.index(name)
+    if not 0 <= slot < records[at].slot_count:
+        raise UsageError(f"start: slot: expected 0 to {records[at].slot_count - 1}, got {slot}")
+    return at
+
+
+def _refuse_in_use(volume: Volume, records: Sequence[Record]) -> None:
+    """LockHeldError, naming the holder, when one of the namespaces may have an owner."""
+    for record in records:
+        lock = volume.lock_namespace(record)
+        try:
+            lease = Lease(f"{volume.name}#{record.name}", fence=Fence(volume.members))
+            check_free(record, lease, volume.members)
+        finally:
+            lock.release()
 
 
 def erasing_of(record: Record, block_size_bytes: int) -> Erasing:
@@ -183,7 +254,7 @@ def _place_findings(
     """Damaged copies of a record and of the geometry behind it; with repair they are written again."""
     # An owner that closes in order has written both copies of its record.
     is_closed = options.repair and found is not None and found.was_closed
-    findings = [Finding(f"record {index}", problem, is_repaired=is_closed) for problem in place.problems]
+    findings = [Finding.of(f"record {index}", problem, is_repaired=is_closed) for problem in place.problems]
     record = place.record
     if record is None and place.problems:
         if options.repair:
@@ -226,23 +297,17 @@ class _Options:
     never: threading.Event = field(default_factory=threading.Event)
 
 
-def _label_findings(devices: Sequence[BlockDevice], timeout_s: float) -> list[Finding]:
+def _read_labels(devices: Sequence[BlockDevice], timeout_s: float) -> tuple[list[Finding], list[IntactLabel]]:
     """What each member by itself says when they do not make a volume."""
-    findings = []
+    findings, intact = [], []
     for device in devices:
         try:
             label = read_label(device, Deadline.after(timeout_s))
         except KvdevError as problem:
-            findings.append(Finding(device.uri, str(problem)))
+            findings.append(Finding.of(device.uri, problem))
             continue
-        findings.append(
-            Finding(
-                device.uri,
-                f"label intact: member {label.member_index} of {label.member_count} of volume "
-                f"{label.volume_name!r}",
-            )
-        )
-    return findings
+        intact.append(IntactLabel(device.uri, label.member_index, label.member_count, label.volume_name))
+    return findings, intact
 
 
 def _superblock_findings(volume: Volume, options: _Options) -> list[Finding]:
@@ -250,7 +315,7 @@ def _superblock_findings(volume: Volume, options: _Options) -> list[Finding]:
     if found.damaged and options.repair:
         volume.repair_superblocks(deadline=Deadline.after(options.timeout_s))
     return [
-        Finding(
+        Finding.of(
             f"superblock copy {index} at {volume.io.where(superblock_slbas(volume.superblock)[index])}",
             found.problems[index],
             is_repaired=options.repair,
@@ -272,10 +337,10 @@ def _open_reader(volume: Volume, record_index: int, what: str, options: _Options
 
 
 def _check_namespace(
-    volume: Volume, record_index: int, name: str, options: _Options, first_slot: int
-) -> NamespaceCheck:
+    volume: Volume, record_index: int, found: NamespaceCheck, options: _Options, first_slot: int
+) -> None:
     timeout_s = options.timeout_s
-    found = NamespaceCheck(name)
+    name = found.name
     what = f"{volume.name}#{name}"
     try:
         # What it looks like before an owner writes its record.
@@ -283,9 +348,11 @@ def _check_namespace(
         structures = _structure_findings(volume, namespace, options)
         if options.repair:
             namespace = volume.open_namespace(name, deadline=Deadline.after(timeout_s))
+    except LockHeldError:  # came between
+        raise
     except KvdevError as problem:
-        found.findings.append(Finding(what, str(problem)))
-        return found
+        found.findings.append(Finding.of(what, problem))
+        return
     found.replayed_records = namespace.open_report.replayed_record_count
     found.findings += structures
     entries = namespace.entries()
@@ -293,17 +360,15 @@ def _check_namespace(
     try:
         if options.reads_pages:
             later = entries[entries["slot_index"] >= first_slot]
-            _check_pages(namespace, later, found, options)
+            _check_pages(namespace, later, found, options, first_slot)
         if options.repair:
             namespace.rewrite_damaged_table()
             namespace.close(deadline=Deadline.after(timeout_s))
             found.was_closed = True
             volume.rewrite_geometry(name, deadline=Deadline.after(timeout_s), only_damaged=True)
-            for index in range(len(structures)):
-                found.findings[index] = replace(found.findings[index], is_repaired=True)
+            found.findings = [replace(finding, is_repaired=True) for finding in found.findings]
     finally:
         namespace.abandon()
-    return found
 
 
 def _structure_findings(volume: Volume, namespace: KvNamespace, options: _Options) -> list[Finding]:
@@ -312,7 +377,7 @@ def _structure_findings(volume: Volume, namespace: KvNamespace, options: _Option
     try:
         volume.read_extent_geometry(namespace.record_index, deadline=Deadline.after(options.timeout_s))
     except (CorruptionError, CommandError) as problem:
-        findings.append(Finding(namespace.what, str(problem)))
+        findings.append(Finding.of(namespace.what, problem))
     for block in namespace.open_report.damaged_table_blocks:
         text = f"table block {block} at {volume.io.where(namespace.table_slba + block)}: damaged; its pages are lost"
         findings.append(Finding(namespace.what, text, lost_pages_max=namespace.entries_per_table_block))
@@ -331,8 +396,11 @@ def _check_pages(
     entries: EntryArray,
     found: NamespaceCheck,
     options: _Options,
+    first_slot: int,
 ) -> None:
     timeout_s = options.timeout_s
+    progress = options.progress or (lambda _: None)
+    progress(CheckProgress(found.name, 0, len(entries), first_slot))
     page_bytes = namespace.page_size_bytes
     batch_count = max(1, BATCH_BYTES // page_bytes)
     buffer = aligned_buffer(min(batch_count, max(len(entries), 1)) * page_bytes)
@@ -360,12 +428,14 @@ def _check_pages(
                 if is_read[index]:
                     text = namespace.checksum.text
                     what = f"checksum: expected {text(expected[index])}, got {text(result.sums[index])}"
-                finding = _page_finding(namespace, batch[index], what)
-                found.findings.append(replace(finding, is_repaired=options.repair))
+                found.findings.append(_page_finding(namespace, batch[index], what))
+        next_slot = first_slot
+        if not options.repair:
+            # The last slot again, rather than one that is not there.
+            next_slot = min(int(batch["slot_index"][-1]) + 1, namespace.slot_count - 1)
+        # First: an interrupt comes in the pause, most likely.
+        progress(CheckProgress(found.name, start + len(batch), len(entries), next_slot))
         options.throttle.pace(len(batch) * page_bytes, options.never)
-        if options.progress is not None:
-            next_slot = int(batch["slot_index"][-1]) + 1
-            options.progress(CheckProgress(found.name, start + len(batch), len(entries), next_slot))
 
 
 def _page_finding(namespace: KvNamespace, entry: np.void, what: str) -> Finding:

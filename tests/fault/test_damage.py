@@ -217,10 +217,7 @@ def said(report: CheckReport) -> str:
     """The findings in a line, without what differs from run to run."""
     texts = []
     for finding in report.all_findings:
-        if "label intact" in finding.what:
-            continue
-        text = finding.what if finding.where in finding.what else f"{finding.where}: {finding.what}"
-        text = re.sub(r"\b(0x)?[0-9a-f]{8,}\b", "…", text.removeprefix("volume: "))
+        text = re.sub(r"\b(0x)?[0-9a-f]{8,}\b", "…", str(finding).removeprefix("volume: "))
         page = r"page … in slot \d+ at LBA \d+ \(LBA \d+ of mem:m\d\)"
         texts.append(re.sub(page, "page … in slot S at LBA L (LBA M of mem:mI)", text))
     return "; ".join(text for text, _ in groupby(texts)) or "nothing"

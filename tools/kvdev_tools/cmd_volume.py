@@ -323,13 +323,20 @@ def check(
         lines = [
             f"{each.name}: {each.pages} pages"
             + ("" if structures_only else f", {each.good_pages} good, {each.bad_pages} damaged")
+            + (f", {each.skipped_pages} not read" if each.skipped_pages else "")
             for each in report.namespaces
         ]
         lines += [erasing_line(each, uri) for each in report.erasing]
+        lines += [f"{name}: not read" for name in report.skipped_namespaces]
         lines += [
-            f"{each.where}: {each.what}" + ("; repaired" if each.is_repaired else "") for each in findings
+            f"{each.uri}: label intact: member {each.member_index} of {each.member_count} of volume {each.volume!r}"
+            for each in report.intact_labels
         ]
-        return [*lines, f"volume {report.volume or '(does not open)'}: {len(findings)} findings"]
+        lines += [f"{each}" + ("; repaired" if each.is_repaired else "") for each in findings]
+        count = f"{len(findings)} finding" + ("" if len(findings) == 1 else "s")
+        if repair and not report.volume:
+            count += "; nothing repaired: the volume does not open"
+        return [*lines, f"volume {report.volume or '(does not open)'}: {count}"]
 
     emit(found, as_json=as_json, text=text)
     is_sound = all(finding.is_repaired for finding in findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from kvdev.clock import SYSTEM_CLOCK, Deadline
 from kvdev.errors import UsageError
 from kvdev.native.io import OPCODE_READ
-from kvdev.store.check import CheckProgress, check_volume
+from kvdev.store.check import CheckProgress, CheckReport, check_volume
 
 
 def test_sound_volume_when_checked_has_no_finding_and_reports_progress(lab: Any) -> None:
@@ -60,14 +61,25 @@ def test_lost_superblock_copy_and_record_copy_when_checked_are_named(lab: Any) -
     strip, within = divmod(lba, 4)
     lab.members[strip % 3].data[(strip // 3 * 4 + within) * 4096 + 80] ^= 1
     report = check_volume(lab.members)
-    assert f"record 0 copy 1 at LBA {lba} (LBA " in report.findings[1].what
+    assert report.findings[1].where == "record 0"
+    assert report.findings[1].what.startswith(f"copy 1 at LBA {lba} (LBA ")
+    assert str(report.findings[0]).count("superblock copy 1") == 1  # its place is said once
 
 
 def test_volume_that_does_not_open_when_checked_says_why_and_what_each_member_is(lab: Any) -> None:
     report = check_volume(lab.members[:2])
-    assert "member 2 of 3 is missing" in report.findings[0].what
-    assert len(report.findings) == 3
-    assert "label intact: member 1 of 3 of volume 'v'" in report.findings[2].what
+    (finding,) = report.findings
+    assert str(finding).startswith("volume 'v': member 2 of 3 is missing")
+    labels = [(each.uri, each.member_index, each.member_count, each.volume) for each in report.intact_labels]
+    assert labels == [("mem:m0", 0, 3, "v"), ("mem:m1", 1, 3, "v")]
+
+
+def test_label_that_is_lost_when_checked_is_one_finding(lab: Any) -> None:
+    lab.members[1].data[100] ^= 1
+    report = check_volume(lab.members, repair=True)
+    (finding,) = report.findings
+    assert str(finding).startswith("mem:m1: label: checksum: ") and not finding.is_repaired
+    assert [each.uri for each in report.intact_labels] == ["mem:m0", "mem:m2"]
 
 
 def test_unreadable_page_when_checked_is_counted_apart(lab: Any) -> None:
@@ -139,11 +151,12 @@ def test_damaged_table_block_when_repaired_is_empty_and_whole(lab: Any) -> None:
     assert again.put(keys, pages).stored_count == 5
 
 
-def test_namespace_in_use_when_repair_is_asked_for_is_a_finding_and_untouched(lab: Any) -> None:
+def test_namespace_in_use_when_repair_is_asked_for_is_refused_before_anything_is_written(lab: Any) -> None:
     lab.store()
+    lab.members[1].data[4096 + 80] ^= 1  # a superblock copy, which repair would write again
     before = [member.data.copy() for member in lab.members]
-    (finding,) = check_volume(lab.members, repair=True).all_findings
-    assert "is owned by process" in finding.what and not finding.is_repaired
+    with pytest.raises(UsageError, match=r"^v#kv: is owned by process \d+ of this host; stop it first$"):
+        check_volume(lab.members, repair=True)
     assert all(np.array_equal(m.data, old) for m, old in zip(lab.members, before, strict=True))
 
 
@@ -153,7 +166,10 @@ def test_check_when_started_at_a_slot_reads_the_rest(lab: Any) -> None:
     store.put(keys, pages)
     store.close()
     report = check_volume(lab.members, start_at=("kv", 15))
-    assert report.namespaces[0].good_pages == 5
+    assert (report.namespaces[0].good_pages, report.namespaces[0].skipped_pages) == (5, 15)
+    last = store.namespace.slot_count - 1
+    with pytest.raises(UsageError, match=f"^start: slot: expected 0 to {last}, got 99999$"):
+        check_volume(lab.members, start_at=("kv", 99999))
     with pytest.raises(UsageError, match="start: namespace: expected one of kv, got 'other'"):
         check_volume(lab.members, start_at=("other", 0))
 
@@ -168,3 +184,49 @@ def test_check_when_limited_takes_its_time(lab: Any) -> None:
     assert SYSTEM_CLOCK.monotonic_ns() - started_ns >= 100_000_000
     with pytest.raises(UsageError, match="bytes_per_s: expected at least 1, got 0"):
         check_volume(lab.members, bytes_per_s=0)
+
+
+def test_check_that_is_interrupted_has_what_was_found_and_says_where_to_go_on(lab: Any) -> None:
+    store = lab.store()
+    keys, pages = lab.batch(20)
+    store.put(keys, pages)
+    store.close()
+    flip(lab, store.namespace.slot_slba(int(store.namespace.entries()["slot_index"][3])))
+    seen: list[CheckProgress] = []
+    for repair in (False, True):
+        report = CheckReport()
+
+        def stop(now: CheckProgress) -> None:
+            seen.append(now)
+            if now.checked_pages:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            check_volume(lab.members, progress=stop, repair=repair, report=report)
+        assert report.volume == "v" and report.namespaces[0].bad_pages == 1
+        # Nothing counts as repaired before the owner has closed in order.
+        assert [each.is_repaired for each in report.all_findings] == [False]
+    assert [each.next_slot for each in seen] == [0, 20, 0, 0]
+
+
+def test_pause_of_a_limited_check_comes_after_it_said_how_far_it_is(lab: Any) -> None:
+    store = lab.store()
+    keys, pages = lab.batch(20)
+    store.put(keys, pages)
+    store.close()
+    said = threading.Event()
+
+    def note(now: CheckProgress) -> None:
+        if now.checked_pages:
+            said.set()
+            raise KeyboardInterrupt  # else it pauses for a day
+
+    with pytest.raises(KeyboardInterrupt):
+        check_volume(lab.members, progress=note, bytes_per_s=max(1, pages.nbytes // 86400))
+    assert said.is_set()
+
+
+def test_namespaces_before_the_start_when_skipped_are_named(lab: Any) -> None:
+    lab.volume.create_namespace("later", lab.geometry, quota_pages=4, deadline=Deadline.after(60))
+    report = check_volume(lab.members, start_at=("later", 0))
+    assert report.skipped_namespaces == ["kv"] and [each.name for each in report.namespaces] == ["later"]

@@ -108,7 +108,9 @@ def test_superblock_copies_when_one_is_older_or_lost_are_written_again(member_co
     larger[0].data[4096 + 70] ^= 1
     (finding,) = check_volume(larger, repair=True).findings
     assert (
-        finding.is_repaired and "superblock copy 0 at LBA 1" in finding.what and ": checksum" in finding.what
+        finding.is_repaired
+        and str(finding).startswith("superblock copy 0 at LBA 1")
+        and ": checksum" in str(finding)
     )
     assert check_volume(larger).is_ok
 
