@@ -14,7 +14,7 @@ from kvdev_tools.output import Progress, emit, fields, json_option, table
 if TYPE_CHECKING:
     from kvdev.clock import Deadline
     from kvdev.store import Volume
-    from kvdev.store.check import CheckProgress
+    from kvdev.store.check import CheckProgress, CheckReport
 
 
 RECREATE_TIMEOUT_FACTOR = 4
@@ -271,13 +271,14 @@ def check(
         bar.update(share, f"{now.namespace}: {now.checked_pages} of {now.total_pages} pages")
 
     with make_session(host_nqn, host_id, timeout_s=timeout_s) as session:
-        from kvdev.store.check import check_volume
-        from kvdev_tools.pool import erasing_line, open_members
+        from kvdev.store.check import CheckReport, check_volume
+        from kvdev_tools.pool import open_members
 
         members = open_members(session, parsed, deadline=operation_deadline(timeout_s))
         bar = Progress("check", 100)
+        report = CheckReport()
         try:
-            report = check_volume(
+            check_volume(
                 members,
                 progress=show,
                 reads_pages=not structures_only,
@@ -285,17 +286,35 @@ def check(
                 bytes_per_s=bytes_per_s,
                 start_at=start_at,
                 timeout_s=timeout_s,
+                report=report,
             )
-        except KeyboardInterrupt:
-            if at is not None:
-                click.echo(f"check: go on with --start {at.namespace}:{at.next_slot}", err=True)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C or SIGTERM: what was found so far is not lost
+            bar.close()
+            go_on = None if at is None else f"{at.namespace}:{at.next_slot}"
+            if report.volume:
+                lines = _check_text(
+                    report, uri, reads_pages=not structures_only, repair=repair, is_whole=False
+                )
+                emit(_check_document(report, go_on), as_json=as_json, text=lambda: lines)
+            if go_on is not None:
+                click.echo(f"check: go on with --start {go_on}", err=True)
             raise
         finally:
             bar.close()
-    findings = report.all_findings
-    found = {
+    lines = _check_text(report, uri, reads_pages=not structures_only, repair=repair, is_whole=True)
+    emit(_check_document(report, None), as_json=as_json, text=lambda: lines)
+    is_sound = all(finding.is_repaired for finding in report.all_findings)
+    return int(ExitCode.OK if is_sound else ExitCode.DATA_FAULT)
+
+
+def _check_document(report: CheckReport, go_on: str | None) -> dict[str, Any]:
+    """What ``volume check --json`` prints; ``go_on`` is where an interrupted one is to start."""
+    return {
         "volume": report.volume,
         "is_ok": report.is_ok,
+        "go_on": go_on,
         "namespaces": [
             {
                 "name": each.name,
@@ -303,11 +322,14 @@ def check(
                 "good_pages": each.good_pages,
                 "bad_pages": each.bad_pages,
                 "unreadable_pages": each.unreadable_pages,
+                "skipped_pages": each.skipped_pages,
                 "replayed_records": each.replayed_records,
             }
             for each in report.namespaces
         ],
+        "skipped_namespaces": report.skipped_namespaces,
         "erasing": [dataclasses.asdict(each) for each in report.erasing],
+        "intact_labels": [dataclasses.asdict(each) for each in report.intact_labels],
         "findings": [
             {
                 "where": each.where,
@@ -315,32 +337,36 @@ def check(
                 "lost_pages_max": each.lost_pages_max,
                 "is_repaired": each.is_repaired,
             }
-            for each in findings
+            for each in report.all_findings
         ],
     }
 
-    def text() -> list[str]:
-        lines = [
-            f"{each.name}: {each.pages} pages"
-            + ("" if structures_only else f", {each.good_pages} good, {each.bad_pages} damaged")
-            + (f", {each.skipped_pages} not read" if each.skipped_pages else "")
-            for each in report.namespaces
-        ]
-        lines += [erasing_line(each, uri) for each in report.erasing]
-        lines += [f"{name}: not read" for name in report.skipped_namespaces]
-        lines += [
-            f"{each.uri}: label intact: member {each.member_index} of {each.member_count} of volume {each.volume!r}"
-            for each in report.intact_labels
-        ]
-        lines += [f"{each}" + ("; repaired" if each.is_repaired else "") for each in findings]
-        count = f"{len(findings)} finding" + ("" if len(findings) == 1 else "s")
-        if repair and not report.volume:
-            count += "; nothing repaired: the volume does not open"
-        return [*lines, f"volume {report.volume or '(does not open)'}: {count}"]
 
-    emit(found, as_json=as_json, text=text)
-    is_sound = all(finding.is_repaired for finding in findings)
-    return int(ExitCode.OK if is_sound else ExitCode.DATA_FAULT)
+def _check_text(
+    report: CheckReport, uri: str, *, reads_pages: bool, repair: bool, is_whole: bool
+) -> list[str]:
+    from kvdev_tools.pool import erasing_line
+
+    findings = report.all_findings
+    lines = [
+        f"{each.name}: {each.pages} pages"
+        + (f", {each.good_pages} good, {each.bad_pages} damaged" if reads_pages else "")
+        + (f", {each.skipped_pages} not read" if each.skipped_pages else "")
+        for each in report.namespaces
+    ]
+    lines += [erasing_line(each, uri) for each in report.erasing]
+    lines += [f"{name}: not read" for name in report.skipped_namespaces]
+    lines += [
+        f"{each.uri}: label intact: member {each.member_index} of {each.member_count} of volume {each.volume!r}"
+        for each in report.intact_labels
+    ]
+    lines += [f"{each}" + ("; repaired" if each.is_repaired else "") for each in findings]
+    count = f"{len(findings)} finding" + ("" if len(findings) == 1 else "s")
+    if not is_whole:
+        count += " so far"
+    elif repair and not report.volume:
+        count += "; nothing repaired: the volume does not open"
+    return [*lines, f"volume {report.volume or '(does not open)'}: {count}"]
 
 
 def _parse_start(text: str) -> tuple[str, int]:

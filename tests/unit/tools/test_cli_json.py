@@ -100,11 +100,13 @@ def test_volume_namespace_page_and_replay_have_the_documented_keys(
     assert verified["pages_checked"] == after["pages"]
     checked = call(capsys, "volume", "check", volume)
     assert {
-        key for key in documented("volume check") if not key.startswith(("findings", "erasing"))
+        key
+        for key in documented("volume check")
+        if not key.startswith(("findings", "erasing", "skipped_namespaces", "intact_labels"))
     } == keys_of(checked)
-    assert checked["is_ok"]
+    assert checked["is_ok"] and checked["go_on"] is None
     limited = call(capsys, "volume", "check", volume, "--repair", "--rate", "1GiB", "--start", "kv:3")
-    assert limited["is_ok"]
+    assert limited["is_ok"] and limited["namespaces"][0]["skipped_pages"] == 3
     assert limited["namespaces"][0]["good_pages"] == checked["namespaces"][0]["good_pages"] - 3
     taken = call(capsys, "namespace", "takeover", f"{volume}#kv", "--yes", "kv")
     assert keys_of(taken) == documented("namespace takeover")
@@ -172,7 +174,7 @@ def test_owner_when_it_has_the_namespace_open_is_shown_and_in_the_way(
 
 
 def test_a_damaged_page_is_5_and_named(
-    volume: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    volume: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call(capsys, "volume", "create", volume, "--name", "pool")
     call(capsys, "namespace", "create", f"{volume}#kv", *TINY)
@@ -198,8 +200,20 @@ def test_a_damaged_page_is_5_and_named(
     assert run(["volume", "check", volume, "--json"]) == 5
     found = json.loads(capsys.readouterr().out)
     # What is being erased: test_tenant_cli.py.
-    assert keys_of(found) == {key for key in documented("volume check") if not key.startswith("erasing")}
+    elsewhere = ("erasing", "skipped_namespaces", "intact_labels")
+    assert keys_of(found) == {key for key in documented("volume check") if not key.startswith(elsewhere)}
     assert [each["lost_pages_max"] for each in found["findings"]] == [1]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvdev.store.throttle.Throttle.pace", interrupt)
+        assert run(["volume", "check", volume, "--json"]) == 130
+    printed = capsys.readouterr()
+    partial = json.loads(printed.out)
+    assert partial["findings"] == found["findings"] and partial["go_on"].startswith("kv:")
+    assert f"go on with --start {partial['go_on']}" in printed.err
     assert run(["volume", "check", volume, "--structures-only"]) == 0
     capsys.readouterr()
     assert run(["replay", f"{volume}#kv", *TINY, "--requests", "3", "--json"]) == 5
